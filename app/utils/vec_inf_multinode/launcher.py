@@ -1,0 +1,408 @@
+"""The three subclasses and the hub's one call: the whole contact with vec-inf."""
+
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from importlib import import_module, resources
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any, Optional
+
+import yaml
+
+from . import render, seam
+from .errors import EnvFileError, SeamError, SubmitError, UnsupportedEngineError
+from .plan import (
+    ENGINE,
+    LaunchPlan,
+    Parallelism,
+    Site,
+    canonical_args,
+    is_multinode_vllm,
+    plan_parallelism,
+    refuse_unusable,
+    resolve_route,
+    split_engine_args,
+)
+from .settings import MultinodeSettings
+
+ALL_ENGINES = (ENGINE, "sglang")
+
+
+def _vec_inf(module: str, name: str, fallback: Any) -> Any:
+    """A member of whatever vec-inf is installed; the seam check reports a missing one."""
+    try:
+        return getattr(import_module(module), name)
+    except Exception:
+        return fallback
+
+
+_ModelLauncher: Any = _vec_inf("vec_inf.client._helper", "ModelLauncher", object)
+_SlurmScriptGenerator: Any = _vec_inf(
+    "vec_inf.client._slurm_script_generator", "SlurmScriptGenerator", object
+)
+_VecInfClient: Any = _vec_inf("vec_inf.client.api", "VecInfClient", object)
+_utils: Any = _vec_inf("vec_inf.client", "_utils", None)
+_slurm_vars: Any = _vec_inf("vec_inf.client", "_slurm_vars", None)
+_client_vars: Any = _vec_inf("vec_inf.client", "_client_vars", None)
+_TEMPLATE: Any = _vec_inf(
+    "vec_inf.client._slurm_templates", "SLURM_SCRIPT_TEMPLATE", {}
+)
+
+_SEAM = seam.inspect_vec_inf()
+
+
+def check_vec_inf() -> seam.SeamReport:
+    """Report on the vec-inf that was found when this package was imported."""
+    return _SEAM
+
+
+def _require_vec_inf() -> None:
+    report = check_vec_inf()
+    if not report.ok:
+        raise SeamError(report.message())
+
+
+def _site() -> Site:
+    """The site's configuration, as vec-inf loaded it."""
+    command = _TEMPLATE["container_command"].format(
+        env_str="", image_path=shlex.quote(_slurm_vars.IMAGE_PATH[ENGINE])
+    )
+    return Site(
+        container_module=_slurm_vars.CONTAINER_MODULE_NAME,
+        container_command=tuple(shlex.split(command.rstrip(" \\"))),
+        short_to_long=_client_vars.ENGINE_SHORT_TO_LONG_MAP[ENGINE],
+    )
+
+
+def _quiet_load_config() -> Callable[..., Any]:
+    """vec-inf's own ``load_config``, silent and with the C YAML loader.
+
+    A copy over other globals, because filtering warnings is not thread-safe and the
+    launch that follows warns for itself.
+    """
+    function = _utils.load_config
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    names = {
+        **function.__globals__,
+        "warnings": SimpleNamespace(warn=lambda *args, **kwargs: None),
+        "yaml": SimpleNamespace(
+            safe_load=partial(yaml.load, Loader=loader), YAMLError=yaml.YAMLError
+        ),
+    }
+    return FunctionType(function.__code__, names, argdefs=function.__defaults__)
+
+
+def _catalog_entry(
+    client: Any, model_name: str, request: Mapping[str, Any]
+) -> Optional[dict[str, Any]]:
+    """Engine and node count of a model's catalog entry, None if it has none."""
+    if hasattr(_utils, "load_config"):
+        configs = _quiet_load_config()(config_path=request.get("config"))
+        found = next((c for c in configs if c.model_name == model_name), None)
+    else:  # another vec-inf: its public call
+        try:
+            found = client.get_model_config(model_name)
+        except KeyError:
+            found = None
+    if found is None:
+        return None
+    return {"engine": found.engine, "num_nodes": found.num_nodes}
+
+
+def _routes(client: Any, model_name: str, request: Mapping[str, Any]) -> bool:
+    """Whether a request is for multi-node vLLM.
+
+    Raises
+    ------
+    UnsupportedEngineError
+        If the request is for several nodes and an engine that nothing serves there.
+    SeamError
+        If the catalog cannot be read because vec-inf has changed: without it a
+        multi-node entry could slip through to Ray.
+    """
+    engines = tuple(getattr(_client_vars, "SUPPORTED_ENGINES", ALL_ENGINES))
+    try:
+        entry = _catalog_entry(client, model_name, request)
+        route = resolve_route(request, entry, engines)
+    except (AttributeError, ImportError, TypeError):
+        if not check_vec_inf().ok:
+            raise SeamError(check_vec_inf().message()) from None
+        raise
+    except Exception:
+        # a broken catalog or option: vec-inf's own launch says so in its own words
+        return False
+    if route["num_nodes"] > 1 and route["engine"] not in engines:
+        raise UnsupportedEngineError(
+            f"Engine {route['engine']!r} cannot serve {model_name} over "
+            f"{route['num_nodes']} nodes: {', '.join(engines)} can. Ask for one node or "
+            "another engine."
+        )
+    return is_multinode_vllm(route)
+
+
+def _dispatch(
+    client: Any, model_name: str, options: Any, stock: Callable[[], Any]
+) -> Any:
+    request = (
+        {k: v for k, v in vars(options).items() if v is not None} if options else {}
+    )
+    if not _routes(client, model_name, request):
+        return stock()
+    return MultinodeLauncher(model_name, request).launch()
+
+
+def launch_model(client: Any, model_name: str, options: Any = None) -> Any:
+    """Launch a model: multi-node vLLM here, everything else through the client.
+
+    Import this package only after the ``VEC_INF_*`` variables are set: vec-inf reads
+    its configuration when it is imported.
+
+    Parameters
+    ----------
+    client : VecInfClient
+        The hub's client; its own ``launch_model`` gets what is not multi-node vLLM,
+        with the same `options` object.
+    model_name : str
+        Name of the model.
+    options : LaunchOptions, optional
+        Launch options; not changed.
+
+    Returns
+    -------
+    LaunchResponse
+        vec-inf's response.
+
+    Raises
+    ------
+    MultinodeError
+        If a multi-node launch is refused; nothing was submitted.
+    """
+    stock = partial(client.launch_model, model_name, options=options)
+    return _dispatch(client, model_name, options, stock)
+
+
+class MultinodeClient(_VecInfClient):
+    """vec-inf's client with a ``launch_model`` that routes; the rest is vec-inf's."""
+
+    def launch_model(self, model_name: str, options: Any = None) -> Any:
+        """Launch a model, as the function `launch_model` does."""
+        stock = partial(super().launch_model, model_name, options=options)
+        return _dispatch(self, model_name, options, stock)
+
+
+class MultinodeLauncher(_ModelLauncher):
+    """Build and submit a multi-node vLLM job; other params take vec-inf's way.
+
+    Parameters
+    ----------
+    model_name : str
+        Name of the model.
+    kwargs : dict, optional
+        Launch options; a copy is used, vec-inf deletes from what it is given.
+
+    Raises
+    ------
+    MultinodeError
+        If the launch is refused; nothing was submitted.
+    """
+
+    def __init__(self, model_name: str, kwargs: Optional[dict[str, Any]] = None):
+        _require_vec_inf()
+        self.settings = MultinodeSettings.from_environ()
+        self.typed_args: dict[str, Any] = {}
+        self.parallelism: Optional[Parallelism] = None
+        super().__init__(model_name, dict(kwargs or {}))
+
+    def _process_engine_args(
+        self, arg_string: str, engine_choice: str
+    ) -> dict[str, Any]:
+        """Read typed vLLM args exactly, and keep them: a typed size always wins."""
+        if engine_choice != ENGINE:
+            return super()._process_engine_args(arg_string, engine_choice)
+        self.typed_args = split_engine_args(arg_string, _site().short_to_long)
+        return self.typed_args
+
+    def _process_env_vars(self, env_arg: str) -> dict[str, str]:
+        """Read ``env`` as vec-inf does, with values that may hold ``=``."""
+        env: dict[str, str] = {}
+        for item in env_arg.split(","):
+            lines = [item] if "=" in item else _env_file(item)
+            for line in lines:
+                name, equals, value = line.partition("=")
+                if equals:
+                    env[name.strip()] = value.strip()
+                elif line.strip() and not line.lstrip().startswith("#"):
+                    self._warn(f"Could not parse env var: {line!r} in {item!r}")
+        return env
+
+    def _validate_resource_allocation(self, params: dict[str, Any]) -> None:
+        """Refuse, and settle the parallel sizes, before anything is written."""
+        if not is_multinode_vllm(params):
+            super()._validate_resource_allocation(params)
+            return
+        site = _site()
+        params["engine_args"] = canonical_args(
+            params["engine_args"], self.typed_args, site.short_to_long
+        )
+        refuse_unusable(params, site)
+        self.parallelism = plan_parallelism(
+            params, self.typed_args, self.model_config.model_dump()
+        )
+        params["engine_args"].update(_sizes(self.parallelism))
+
+    def _build_launch_command(self) -> str:
+        """Write the script, and return the command line that submits it."""
+        if not is_multinode_vllm(self.params):
+            return super()._build_launch_command()
+        self.slurm_script_path = MultinodeScriptGenerator(
+            self.params, parallelism=self.parallelism, settings=self.settings
+        ).write_to_log_dir()
+        submit = resources.files(__package__).joinpath(render.SCRIPTS, "submit.sh")
+        return render.submit_command(
+            str(submit),
+            str(self.slurm_script_path),
+            f"{self.params['log_dir']}/{self.model_name}",
+        )
+
+    def launch(self) -> Any:
+        """Submit the job held, let vec-inf write its files, then release it.
+
+        vec-inf makes the job directory and JSON after sbatch has returned; a job that
+        started before would lose its log.
+        """
+        if not is_multinode_vllm(self.params):
+            return super().launch()
+        try:
+            response = super().launch()
+            _release(self.slurm_job_id)
+        except BaseException:
+            self._undo()
+            raise
+        return response
+
+    def _undo(self) -> None:
+        """Leave neither a held job nor a script with secrets behind."""
+        if self.slurm_job_id:
+            _utils.run_bash_command(f"scancel {shlex.quote(self.slurm_job_id)}")
+        else:
+            self.slurm_script_path.unlink(missing_ok=True)
+
+
+class MultinodeScriptGenerator(_SlurmScriptGenerator):
+    """vec-inf's script generator with the Ray branch replaced.
+
+    Parameters
+    ----------
+    params : dict
+        vec-inf's resolved params.
+    parallelism : Parallelism, optional
+        The sizes that the launcher settled; by default those in the params, derived
+        where they have none.
+    settings : MultinodeSettings, optional
+        The knobs; by default from the environment.
+    """
+
+    def __init__(
+        self,
+        params: dict[str, Any],
+        parallelism: Optional[Parallelism] = None,
+        settings: Optional[MultinodeSettings] = None,
+    ):
+        super().__init__(params)
+        self.plan: Optional[LaunchPlan] = None
+        if not is_multinode_vllm(params):
+            return
+        _require_vec_inf()
+        site = _site()
+        args = canonical_args(params["engine_args"], {}, site.short_to_long)
+        resolved = {**params, "engine_args": args}
+        parallelism = parallelism or plan_parallelism(resolved, {}, resolved)
+        resolved["engine_args"] = {**args, **_sizes(parallelism)}
+        self.plan = LaunchPlan.from_params(
+            resolved, parallelism, site, settings or MultinodeSettings.from_environ()
+        )
+
+    def _generate_shebang(self) -> str:
+        """vec-inf's directives, each value quoted for sbatch."""
+        if self.plan is None:
+            return super()._generate_shebang()
+        quoted = {
+            field: render.sbatch_value(str(self.params[field]))
+            for field in _client_vars.SLURM_JOB_CONFIG_ARGS.values()
+            if self.params.get(field)
+        }
+        with self._replaced(params={**self.params, **quoted}):
+            # the log of a requeued job is that of its last attempt: vec-inf's scan of
+            # it never forgets a line
+            return super()._generate_shebang() + "\n#SBATCH --open-mode=truncate"
+
+    def _generate_server_setup(self) -> str:
+        """vec-inf's setup with our values as shell references, and no Ray."""
+        if self.plan is None:
+            return super()._generate_server_setup()
+        with self._replaced(
+            params=render.server_setup_variables(self.params),
+            is_multinode=False,
+            model_weights_path="${PLAN_WEIGHTS}",
+            additional_binds="${PLAN_BIND}",
+        ):
+            setup = super()._generate_server_setup()
+        signature = _client_vars.MODEL_READY_SIGNATURE
+        return render.prologue(self.plan, ready_signature=signature) + setup
+
+    def _generate_launch_cmd(self) -> str:
+        """The step and its watch, in place of ``vllm serve``."""
+        if self.plan is None:
+            return super()._generate_launch_cmd()
+        return render.epilogue()
+
+    def write_to_log_dir(self) -> Path:
+        """Write the script under a name of its own, readable by its owner only."""
+        if self.plan is None:
+            return super().write_to_log_dir()
+        stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
+        descriptor, path = tempfile.mkstemp(
+            dir=self.params["log_dir"],
+            prefix=f"launch_{self.plan.model_name}_{stamp}_",
+            suffix=".sbatch",
+        )
+        with open(descriptor, "w", encoding="utf-8") as script:
+            script.write(self._generate_script_content())
+        return Path(path)
+
+    @contextmanager
+    def _replaced(self, **attributes: Any) -> Iterator[None]:
+        """Let vec-inf's text be made from other attribute values."""
+        saved = {name: getattr(self, name) for name in attributes}
+        vars(self).update(attributes)
+        try:
+            yield
+        finally:
+            vars(self).update(saved)
+
+
+def _sizes(parallelism: Parallelism) -> dict[str, int]:
+    return {a.option: a.size for a in (parallelism.tensor, parallelism.pipeline)}
+
+
+def _env_file(path: str) -> list[str]:
+    try:
+        return Path(path.strip()).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as err:
+        raise EnvFileError(
+            f"env item {path!r} is neither NAME=VALUE nor a readable file ({err}). A "
+            "value with a comma goes into an env file, one NAME=VALUE a line."
+        ) from None
+
+
+def _release(job_id: str) -> None:
+    _, stderr = _utils.run_bash_command(f"scontrol release {shlex.quote(job_id)}")
+    if stderr:
+        raise SubmitError(
+            f"Job {job_id} was queued but could not be released, so it was cancelled: "
+            f"{stderr.strip()}"
+        )

@@ -1,0 +1,425 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154 # vec-inf's setup assigns server_port_number, server_address
+# The batch script's functions. Runs on the first node of the allocation, which is
+# rank 0's. Only llmhub_say and llmhub_fail write to the job's .out and .err: vec-inf
+# decides the status from every line of .err.
+set -u
+
+LLMHUB_STEP_PID=
+LLMHUB_STOPPING=0
+LLMHUB_READY=0
+
+llmhub_say() { # MESSAGE
+    printf 'LLMHUB-%s\n' "$1" >&3
+}
+
+# Ends the job with a reason, in both logs and in failure.json.
+llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
+    llmhub_say "ERROR: $1"
+    printf 'LLMHUB-ERROR: %s\n' "$1" >&4
+    if [ -n "${8-}" ] && [ -r "$8" ]; then
+        # vec-inf takes the last line that looks like an error for the reason; it skips
+        # lines that say "userwarning"
+        tail -n 50 -- "$8" | sed 's/^/LLMHUB-TAIL (userwarning): /' >&4
+    fi
+    jq -n --arg message "$1" --arg rank "${2-}" --arg node "${3-}" --arg status "${4-}" \
+        --arg signal "${5-}" --arg seconds "${6-}" --arg cause "${7-}" --arg log "${8-}" \
+        --arg attempt "${LLMHUB_ATTEMPT_DIR##*/}" --argjson time "$(date +%s)" \
+        'def number: if . == "" then null else tonumber end;
+         def text: if . == "" then null else . end;
+         {message: $message, rank: ($rank | number), node: ($node | text),
+          status: ($status | number), signal: ($signal | number),
+          seconds: ($seconds | number), cause: ($cause | text), log: ($log | text),
+          attempt: ($attempt | text), time: $time}' \
+        >"$LLMHUB_JOB_DIR/failure.json.new" &&
+        mv -- "$LLMHUB_JOB_DIR/failure.json.new" "$LLMHUB_JOB_DIR/failure.json"
+    llmhub_end_step
+    exit 1
+}
+
+# srun takes SIGTERM as an order to kill the step on every node.
+llmhub_end_step() {
+    local i
+    [ -n "$LLMHUB_STEP_PID" ] || return 0
+    for i in 1 2 3 4 5 6 7 8 9 10; do
+        kill -0 "$LLMHUB_STEP_PID" 2>/dev/null || return 0
+        [ "$i" -ne 1 ] || kill -TERM "$LLMHUB_STEP_PID"
+        llmhub_nap 0.5
+    done
+    kill -KILL "$LLMHUB_STEP_PID" 2>/dev/null
+}
+
+llmhub_on_signal() {
+    LLMHUB_STOPPING=1
+}
+
+# Cancelled, out of time or requeued: Slurm has told every rank itself; no failure.
+llmhub_stop() {
+    local i
+    for ((i = 0; i < 40; i++)); do
+        kill -0 "$LLMHUB_STEP_PID" 2>/dev/null || break
+        llmhub_nap 0.5
+    done
+    llmhub_end_step
+    exit 143
+}
+
+# A hub that itself runs in a Slurm job passes that job's variables on, and srun reads
+# them as options.
+llmhub_forget_outer_job() {
+    local name
+    for name in "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_GPU@}" \
+        "${!SLURM_NTASKS_PER@}" "${!SLURM_STEP@}" "${!SLURM_SRUN@}" "${!SRUN_@}" \
+        SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK \
+        SLURM_HINT SLURM_THREADS_PER_CORE SLURM_CORE_SPEC SLURM_THREAD_SPEC \
+        SLURM_EXACT SLURM_EXCLUSIVE SLURM_OVERCOMMIT SLURM_WHOLE SLURM_DISTRIBUTION \
+        SLURM_HOSTFILE SLURM_EXPORT_ENV SLURM_GRES SLURM_GRES_FLAGS SLURM_WAIT \
+        SLURM_KILL_BAD_EXIT SLURM_TIMELIMIT SLURM_IMMEDIATE SLURM_MULTI_PROG \
+        SLURM_LABELIO SLURM_UNBUFFEREDIO SLURM_STDINMODE SLURM_STDOUTMODE \
+        SLURM_STDERRMODE SLURM_OPEN_MODE SLURM_CLUSTERS; do
+        unset "$name"
+    done
+}
+
+# The first free ATTEMPT directory: a requeued job keeps its id, and nothing of an
+# earlier attempt may be seen.
+llmhub_make_attempt() {
+    local number=${SLURM_RESTART_COUNT:-0}
+    while [ -e "$LLMHUB_JOB_DIR/attempt-$number" ]; do
+        number=$((number + 1))
+    done
+    LLMHUB_ATTEMPT=$number
+    LLMHUB_ATTEMPT_DIR=$LLMHUB_JOB_DIR/attempt-$number
+    if [ -e "$LLMHUB_JOB_DIR/ranks" ]; then
+        mv -- "$LLMHUB_JOB_DIR/ranks" "$LLMHUB_JOB_DIR/ranks.before-attempt-$number"
+    fi
+    rm -f -- "$LLMHUB_JOB_DIR/failure.json"
+    mkdir -p -- "$LLMHUB_ATTEMPT_DIR/started" "$LLMHUB_JOB_DIR/ranks" ||
+        llmhub_fail "cannot make $LLMHUB_ATTEMPT_DIR; is the log directory writable and not full?"
+}
+
+llmhub_find_master() {
+    local name address
+    LLMHUB_FABRIC=$(llmhub_fabric "$PLAN_HSN_IFACE")
+    read -r name address <<<"$LLMHUB_FABRIC"
+    if [ -z "$name" ]; then
+        llmhub_fail "no routable fabric IPv4 on $LLMHUB_HEAD_NODE: no interface ${PLAN_HSN_IFACE}<n> has one; set LLMHUB_MN_HSN_IFACE"
+    fi
+    LLMHUB_MASTER_ADDR=${address%/*}
+}
+
+# Holds the lock for the life of this process; false if another job has it.
+llmhub_lock_port() { # PORT
+    local directory=/tmp/llmhub-mn-ports file
+    file=$directory/$1
+    # world-writable like /tmp: jobs of every user take part
+    (umask 0 && mkdir -m 1777 -- "$directory") 2>/dev/null
+    # noclobber: never through a symlink that somebody else put there
+    [ -e "$file" ] || (umask 0 && set -o noclobber && : >"$file") 2>/dev/null
+    { exec {LLMHUB_LOCK}<"$file"; } 2>/dev/null || return 0
+    flock -n "$LLMHUB_LOCK" && return 0
+    exec {LLMHUB_LOCK}<&-
+    return 1
+}
+
+# A rank of one job was seen to join another job through a shared port: each job and
+# attempt starts its search elsewhere, and holds what it found.
+llmhub_find_port() {
+    local low=32768 high=60999 used=' ' count=$((PLAN_PORT_SCAN_MAX + 1)) i port
+    read -r low high </proc/sys/net/ipv4/ip_local_port_range
+    if command -v ss >/dev/null; then
+        used=" $(ss -Htan | awk '{n = split($4, part, ":"); printf "%s ", part[n]}')"
+    else
+        llmhub_say "WARN: ss not found on $LLMHUB_HEAD_NODE; cannot tell which ports are in use"
+    fi
+    for ((i = 0; i < count; i++)); do
+        port=$((PLAN_RDZV_PORT + (SLURM_JOB_ID + LLMHUB_ATTEMPT + i) % count))
+        if [ "$port" -ge "$low" ] && [ "$port" -le "$high" ]; then continue; fi
+        if [ "$port" = "$server_port_number" ]; then continue; fi
+        case $used in *" $port "*) continue ;; esac
+        llmhub_lock_port "$port" || continue
+        LLMHUB_MASTER_PORT=$port
+        return 0
+    done
+    llmhub_fail "no free rendezvous port from $PLAN_RDZV_PORT to $((PLAN_RDZV_PORT + count - 1)) on $LLMHUB_HEAD_NODE (in use, held by another job, or in the kernel's ephemeral range $low-$high); set LLMHUB_MN_RDZV_PORT"
+}
+
+# Seconds left of the walltime; nothing if it is unlimited or unknown.
+llmhub_seconds_left() {
+    local left parts part days=0 seconds=0
+    if [[ ${SLURM_JOB_END_TIME-} =~ ^[0-9]+$ ]]; then
+        printf '%s\n' $((SLURM_JOB_END_TIME - $(date +%s)))
+        return 0
+    fi
+    left=$(squeue -h -j "$SLURM_JOB_ID" -o %L)
+    [[ $left =~ ^([0-9]+-)?[0-9]+(:[0-9]+)*$ ]] || return 0
+    case $left in
+        *-*) days=${left%%-*} left=${left#*-} ;;
+    esac
+    IFS=: read -r -a parts <<<"$left"
+    for part in "${parts[@]}"; do
+        seconds=$((seconds * 60 + 10#$part))
+    done
+    printf '%s\n' $((10#$days * 86400 + seconds))
+}
+
+# A budget that the walltime cuts short would end the job without a reason.
+llmhub_readiness_budget() {
+    local left
+    LLMHUB_BUDGET=$PLAN_SERVER_TIMEOUT
+    left=$(llmhub_seconds_left)
+    if [ -n "$left" ] && [ "$LLMHUB_BUDGET" -gt $((left * 9 / 10)) ]; then
+        LLMHUB_BUDGET=$((left * 9 / 10))
+        llmhub_say "WARN: budget ${PLAN_SERVER_TIMEOUT}s exceeds the allocation; clamping to ${LLMHUB_BUDGET}s"
+    fi
+}
+
+llmhub_say_topology() {
+    local names='' name address
+    llmhub_say "TOPOLOGY: nnodes=$PLAN_NNODES tp=$PLAN_TP pp=$PLAN_PP${PLAN_OTHER_AXES:+ $PLAN_OTHER_AXES} world=$PLAN_WORLD_SIZE master=$LLMHUB_MASTER_ADDR:$LLMHUB_MASTER_PORT"
+    while read -r name address; do
+        llmhub_say "TOPOLOGY: iface $name $address"
+        names+=${names:+,}$name
+    done <<<"$LLMHUB_FABRIC"
+    llmhub_say "TOPOLOGY: nccl_socket_ifname=${PLAN_NCCL_SOCKET_IFNAME:-=$names}"
+    llmhub_say "TOPOLOGY: readiness_budget=${LLMHUB_BUDGET}s"
+    llmhub_say "TOPOLOGY: sizes $PLAN_ORIGINS"
+    for name in "${PLAN_ENV_LEFT_OUT[@]}"; do
+        llmhub_say "WARN: $name of the deployment env is left out: each rank has its own"
+    done
+}
+
+# Everything before vec-inf's own setup.
+llmhub_prepare() {
+    LLMHUB_UMASK=$(umask)
+    umask 077
+    exec 3>&1 4>&2
+    LLMHUB_HEAD_NODE=${SLURMD_NODENAME:-$(uname -n)}
+    LLMHUB_JOB_DIR=$PLAN_LOG_DIR/$PLAN_MODEL_NAME.$SLURM_JOB_ID
+    LLMHUB_CACHE_DIR=$PLAN_WORK_DIR/.vec-inf-cache/vec-inf-multinode/$PLAN_MODEL_NAME
+    LLMHUB_ATTEMPT_DIR=
+    llmhub_open_nap
+    mkdir -p -- "$LLMHUB_JOB_DIR"
+    exec 2>>"$LLMHUB_JOB_DIR/batch.log"
+    trap llmhub_on_signal TERM INT HUP
+    llmhub_forget_outer_job
+    if [ "$SLURM_JOB_NUM_NODES" -ne "$PLAN_NNODES" ]; then
+        llmhub_fail "allocation has $SLURM_JOB_NUM_NODES node(s), expected $PLAN_NNODES; something changed --nodes after planning"
+    fi
+    llmhub_make_attempt
+    llmhub_find_master
+    llmhub_expand "$PLAN_BIND"
+    # an unset variable leaves an entry without a source, which Apptainer refuses
+    PLAN_BIND=$(printf '%s' "$REPLY" | awk -v RS=, '/^[^:]/ { printf "%s%s", comma, $0; comma = "," }')
+    llmhub_expand "$PLAN_WORK_DIR"
+    PLAN_WORK_DIR=$REPLY
+    # vec-inf's setup and a site's module command use variables that may be unset
+    set +u
+}
+
+# vec-inf has tried to publish the address; a server at an address that nobody knows is
+# of no use.
+llmhub_publish_address() {
+    local i json=$LLMHUB_JOB_DIR/$PLAN_MODEL_NAME.$SLURM_JOB_ID.json
+    for ((i = 0; i < 15; i++)); do
+        jq -e --arg address "$server_address" '.server_address == $address' "$json" >/dev/null && return 0
+        jq --arg address "$server_address" '. + {server_address: $address}' "$json" >"$json.tmp" &&
+            mv -- "$json.tmp" "$json" && continue
+        llmhub_nap 2
+    done
+    llmhub_fail "could not write the server address to $json; is the log directory writable and not full?"
+}
+
+llmhub_start_step() {
+    local script=$LLMHUB_ATTEMPT_DIR/rank.sh cpus=()
+    llmhub_rank_script >"$script" ||
+        llmhub_fail "cannot write $script; is the log directory writable and not full?"
+    # Slurm >= 22.05 does not pass the job's --cpus-per-task on to srun
+    [ -z "${SLURM_CPUS_PER_TASK-}" ] || cpus=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+    export LLMHUB_UMASK LLMHUB_JOB_DIR LLMHUB_CACHE_DIR LLMHUB_ATTEMPT_DIR
+    export LLMHUB_MASTER_ADDR LLMHUB_MASTER_PORT LLMHUB_SERVER_PORT=$server_port_number
+    coproc LLMHUB_STEP {
+        exec srun --nodes="$PLAN_NNODES" --ntasks="$PLAN_NNODES" --ntasks-per-node=1 \
+            --kill-on-bad-exit=1 --distribution=block "${cpus[@]}" --cpu-bind=none \
+            --export=ALL --label bash "$script" \
+            >&3 2>"$LLMHUB_ATTEMPT_DIR/step.log"
+    }
+    # bash forgets a coprocess's variables when it has ended
+    exec {LLMHUB_STEP_STDIN}>&"${LLMHUB_STEP[1]}"
+    SECONDS=0
+}
+
+llmhub_diagnose_start() { # RANK...
+    local line
+    llmhub_say "DIAG: host $LLMHUB_HEAD_NODE, job $SLURM_JOB_ID, nodes $SLURM_JOB_NODELIST"
+    llmhub_say "DIAG: directory $LLMHUB_ATTEMPT_DIR on $(stat -f -c %T -- "$LLMHUB_ATTEMPT_DIR")"
+    llmhub_say "DIAG: ranks seen: ${*:-none}"
+    llmhub_say "DIAG: interfaces $(ip -4 -o addr show | awk '{printf "%s%s %s", comma, $2, $4; comma = ", "}')"
+    while read -r line; do
+        llmhub_say "DIAG: srun: $line"
+    done < <(tail -n 20 -- "$LLMHUB_ATTEMPT_DIR/step.log")
+}
+
+llmhub_await_ranks() {
+    local marker node
+    local -A up=()
+    while [ "${#up[@]}" -lt "$PLAN_NNODES" ]; do
+        [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
+        if ! kill -0 "$LLMHUB_STEP_PID" 2>/dev/null; then
+            llmhub_judge "srun step exited before all ranks started"
+        fi
+        if [ "$SECONDS" -ge "$PLAN_RANK_START_TIMEOUT" ]; then
+            llmhub_diagnose_start "${!up[@]}"
+            llmhub_fail "only ${#up[@]} of $PLAN_NNODES ranks started within ${PLAN_RANK_START_TIMEOUT}s: Slurm could not place a rank, or the log directory is not on shared storage (see the LLMHUB-DIAG lines in the .out)"
+        fi
+        llmhub_nap 0.2
+        for marker in "$LLMHUB_ATTEMPT_DIR"/started/*[0-9]; do
+            if [ -e "$marker" ] && [ -z "${up[${marker##*/}]-}" ]; then
+                read -r node _ <"$marker"
+                up[${marker##*/}]=$node
+                llmhub_say "STAGE-A: rank ${marker##*/} up on $node"
+            fi
+        done
+    done
+    llmhub_say "STAGE-A: all $PLAN_NNODES ranks launched"
+    printf 'go\n' >&"$LLMHUB_STEP_STDIN"
+}
+
+# Prints the HTTP status of one request to rank 0, which is on this node; nothing if
+# there was no answer. Over bash, so that a key is on no command line.
+llmhub_http() { # SECONDS METHOD PATH [JSON]
+    local body=${4-} code key=''
+    local i
+    for i in "${!PLAN_ENV_NAMES[@]}"; do
+        if [ "${PLAN_ENV_NAMES[i]}" = VLLM_API_KEY ]; then
+            llmhub_expand "${PLAN_ENV_VALUES[i]}"
+            key=$REPLY
+        fi
+    done
+    (
+        trap '' PIPE
+        exec {connection}<>"/dev/tcp/127.0.0.1/$server_port_number" || exit
+        printf '%s %s HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n%sContent-Length: %s\r\n\r\n%s' \
+            "$2" "$3" "${key:+Authorization: Bearer $key$'\r\n'}" "${#body}" "$body" >&"$connection"
+        read -r -t "$1" -u "$connection" _ code _ && printf '%s\n' "$code"
+    ) 2>/dev/null
+}
+
+# True when the server has answered a real request.
+llmhub_answers() {
+    local code body
+    [ "$(llmhub_http 5 GET /health)" = 200 ] || return 1
+    case $PLAN_READY_PROBE/$PLAN_MODEL_TYPE in
+        completion/LLM | completion/VLM) ;;
+        *) return 0 ;;
+    esac
+    body=$(jq -nc --arg model "$PLAN_MODEL_NAME" '{model: $model, prompt: "a", max_tokens: 1}')
+    code=$(llmhub_http 120 POST /v1/completions "$body")
+    case $code in
+        2??) return 0 ;;
+        4??) llmhub_say "WARN: the server answers the readiness request with HTTP $code; it is alive" ;;
+        *) return 1 ;;
+    esac
+}
+
+llmhub_await_server() {
+    local probe
+    while :; do
+        llmhub_answers &
+        probe=$!
+        # a wait that a signal interrupts leaves the probe running
+        while kill -0 "$probe" 2>/dev/null; do
+            [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
+            kill -0 "$LLMHUB_STEP_PID" 2>/dev/null || llmhub_judge "the step ended before the server was ready"
+            if [ "$PLAN_SERVER_TIMEOUT" -gt 0 ] && [ "$SECONDS" -ge "$LLMHUB_BUDGET" ]; then
+                llmhub_fail "server not ready within ${LLMHUB_BUDGET}s; raise LLMHUB_MN_SERVER_TIMEOUT if the model loads that long (ranks/ in the job directory shows how far it got)"
+            fi
+            llmhub_nap 0.2
+        done
+        wait "$probe" && break
+        llmhub_nap 0.8
+    done
+    LLMHUB_READY=1
+    llmhub_say "READY: $server_address answered after ${SECONDS}s"
+    # what vec-inf looks for, whatever this vLLM prints and where
+    printf '%s\n' "$PLAN_READY_SIGNATURE" >&4
+}
+
+# Known causes in a rank's log, the telling ones first: "PATTERN|VERDICT".
+LLMHUB_CAUSES=(
+    'CUDA out of memory|out of GPU memory'
+    'No available memory for the cache blocks|too little GPU memory for the KV cache'
+    'larger than the maximum number of tokens that can be stored in KV cache|KV cache too small for the context length'
+    'Address already in use|a port is in use'
+    'unrecognized arguments|this vLLM does not know an engine argument'
+    'Illegal instruction|the CPU lacks an instruction that this build uses'
+    'No space left on device|no space left on a file system'
+    'FATAL: .*(mount|bind)|a bind path is missing'
+    'could not open image|the container image is missing'
+    'Connection closed by peer|a peer rank went away'
+    'connectFullMesh failed|Gloo could not connect the ranks'
+    'NCCL error|NCCL failed'
+    'HFValidationError|Repository Not Found|the model path does not exist in the container'
+    'GatedRepoError|the model is gated: HF_TOKEN is missing or has no access'
+)
+
+llmhub_cause() { # LOG...
+    local entry
+    for entry in "${LLMHUB_CAUSES[@]}"; do
+        if grep -q -s -E -e "${entry%|*}" -- "$@"; then
+            printf '%s\n' "${entry##*|}"
+            return 0
+        fi
+    done
+    return 1
+}
+
+# The step has ended, so something failed: name the first rank to end, or, of those that
+# ended within a second of it, the first whose log tells why.
+llmhub_judge() { # FALLBACK
+    local fields rank='' node='' status='' seconds='' cause='' log='' message first=
+    local step_log=$LLMHUB_ATTEMPT_DIR/step.log line
+    wait "$LLMHUB_STEP_PID"
+    # the signal that ended the step may be on its way to this process too
+    llmhub_nap 1
+    [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
+    line=$(grep -m 1 -o 'LLMHUB-ERROR: .*' -- "$step_log") && llmhub_fail "${line#LLMHUB-ERROR: }"
+    while read -r fields; do
+        read -r rank node status seconds <<<"$fields"
+        log=$LLMHUB_JOB_DIR/ranks/rank-$rank.$node
+        [ -n "$first" ] || first=$fields
+        cause=$(llmhub_cause "$log.err" "$log.out") && first=$fields && break
+    done < <(grep -o 'LLMHUB-END .*stopping=0' -- "$step_log" |
+        sed -E 's/.* rank=([0-9]+) node=(\S+) status=([0-9]+) seconds=([0-9]+) at=([0-9.]+) .*/\5 \1 \2 \3 \4/' |
+        sort -n | awk 'NR == 1 { first = $1 } $1 - first <= 1 { print $2, $3, $4, $5 }')
+    if [ -n "$first" ]; then
+        read -r rank node status seconds <<<"$first"
+        log=$LLMHUB_JOB_DIR/ranks/rank-$rank.$node.err
+        message="rank $rank on $node exited with status $status after ${seconds}s"
+        [ "$LLMHUB_READY" -eq 0 ] || message+=", while serving"
+        llmhub_fail "$message${cause:+: $cause}" "$rank" "$node" "$status" \
+            "$([ "$status" -le 128 ] || printf '%s' $((status - 128)))" "$seconds" "$cause" "$log"
+    fi
+    # a rank script that was itself killed says nothing: srun does
+    line=$(grep -m 1 -E -o 'srun: error: [^ ]+: tasks? [^:]+: .*' -- "$step_log")
+    llmhub_fail "$1${line:+: ${line#srun: error: }}" '' '' '' '' "$SECONDS" '' "$step_log"
+}
+
+# Everything after vec-inf's own setup, which has set server_port_number and
+# server_address.
+llmhub_serve() {
+    set -u
+    llmhub_publish_address
+    llmhub_find_port
+    llmhub_readiness_budget
+    llmhub_say_topology
+    llmhub_start_step
+    llmhub_await_ranks
+    llmhub_await_server
+    while kill -0 "$LLMHUB_STEP_PID" 2>/dev/null; do
+        [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
+        wait "$LLMHUB_STEP_PID"
+    done
+    [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
+    llmhub_judge "the step ended"
+}
