@@ -5,8 +5,8 @@
 # decides the status from every line of .err.
 set -u
 
-LLMHUB_STEP_PID=
-LLMHUB_STOPPING=0
+LLMHUB_SRUN=
+LLMHUB_RANK_FAILED=0
 LLMHUB_READY=0
 
 llmhub_say() { # MESSAGE
@@ -37,29 +37,45 @@ llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
     exit 1
 }
 
-# srun takes SIGTERM as an order to kill the step on every node.
-llmhub_end_step() {
-    local i
-    [ -n "$LLMHUB_STEP_PID" ] || return 0
-    for i in 1 2 3 4 5 6 7 8 9 10; do
-        kill -0 "$LLMHUB_STEP_PID" 2>/dev/null || return 0
-        [ "$i" -ne 1 ] || kill -TERM "$LLMHUB_STEP_PID"
-        llmhub_nap 0.5
-    done
-    kill -KILL "$LLMHUB_STEP_PID" 2>/dev/null
+# Reads one line of what srun says, for at most SECONDS; false when the step has ended.
+# srun's stderr carries every rank's own report, in order, without a poll.
+llmhub_listen() { # SECONDS
+    local line
+    read -r -t "$1" -u "$LLMHUB_STEP_SAYS" line
+    case $? in
+        0) ;;
+        1) return 1 ;;
+        *) return 0 ;;
+    esac
+    printf '%s\n' "$line" >>"$LLMHUB_ATTEMPT_DIR/step.log"
+    case $line in
+        *'LLMHUB-ERROR: '* | *LLMHUB-END*stopping=0* | 'srun: error: '*': task'*)
+            LLMHUB_RANK_FAILED=1
+            ;;
+    esac
 }
 
-llmhub_on_signal() {
-    LLMHUB_STOPPING=1
+# Listens for SECONDS, or until the step has ended.
+llmhub_listen_until() { # SECONDS
+    local end=$((SECONDS + $1))
+    while [ "$SECONDS" -lt "$end" ] && llmhub_listen 0.5; do :; done
+}
+
+# Ends the step on every node, at once: what is left after a failure holds nothing worth
+# saving. Slurm alone would wait for its KillWait (30 s by default) before it kills.
+llmhub_end_step() {
+    [ -n "$LLMHUB_SRUN" ] || return 0
+    kill -0 "$LLMHUB_SRUN" 2>/dev/null || return 0
+    printf 'kill\n' >&"$LLMHUB_STEP_STDIN"
+    kill -TERM "$LLMHUB_SRUN"
+    llmhub_listen_until 5
 }
 
 # Cancelled, out of time or requeued: Slurm has told every rank itself; no failure.
+# shellcheck disable=SC2317 # called by the trap
 llmhub_stop() {
-    local i
-    for ((i = 0; i < 40; i++)); do
-        kill -0 "$LLMHUB_STEP_PID" 2>/dev/null || break
-        llmhub_nap 0.5
-    done
+    trap '' TERM INT HUP
+    [ -z "$LLMHUB_SRUN" ] || llmhub_listen_until 20
     llmhub_end_step
     exit 143
 }
@@ -201,7 +217,10 @@ llmhub_prepare() {
     llmhub_open_nap
     mkdir -p -- "$LLMHUB_JOB_DIR"
     exec 2>>"$LLMHUB_JOB_DIR/batch.log"
-    trap llmhub_on_signal TERM INT HUP
+    trap llmhub_stop TERM INT HUP
+    # a write to a step that has just ended must not end this script too; not ignored,
+    # so that srun and the ranks get the default
+    trap : PIPE
     llmhub_forget_outer_job
     if [ "$SLURM_JOB_NUM_NODES" -ne "$PLAN_NNODES" ]; then
         llmhub_fail "allocation has $SLURM_JOB_NUM_NODES node(s), expected $PLAN_NNODES; something changed --nodes after planning"
@@ -238,14 +257,14 @@ llmhub_start_step() {
     [ -z "${SLURM_CPUS_PER_TASK-}" ] || cpus=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
     export LLMHUB_UMASK LLMHUB_JOB_DIR LLMHUB_CACHE_DIR LLMHUB_ATTEMPT_DIR
     export LLMHUB_MASTER_ADDR LLMHUB_MASTER_PORT LLMHUB_SERVER_PORT=$server_port_number
-    coproc LLMHUB_STEP {
+    coproc LLMHUB_CO {
         exec srun --nodes="$PLAN_NNODES" --ntasks="$PLAN_NNODES" --ntasks-per-node=1 \
             --kill-on-bad-exit=1 --distribution=block "${cpus[@]}" --cpu-bind=none \
-            --export=ALL --label bash "$script" \
-            >&3 2>"$LLMHUB_ATTEMPT_DIR/step.log"
+            --export=ALL --label bash "$script" 2>&1 >&3
     }
-    # bash forgets a coprocess's variables when it has ended
-    exec {LLMHUB_STEP_STDIN}>&"${LLMHUB_STEP[1]}"
+    # bash unsets a coprocess's own variables when it has ended
+    LLMHUB_SRUN=$LLMHUB_CO_PID
+    exec {LLMHUB_STEP_SAYS}<&"${LLMHUB_CO[0]}" {LLMHUB_STEP_STDIN}>&"${LLMHUB_CO[1]}"
     SECONDS=0
 }
 
@@ -264,18 +283,16 @@ llmhub_await_ranks() {
     local marker node
     local -A up=()
     while [ "${#up[@]}" -lt "$PLAN_NNODES" ]; do
-        [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
-        if ! kill -0 "$LLMHUB_STEP_PID" 2>/dev/null; then
+        if ! llmhub_listen 0.2 || [ "$LLMHUB_RANK_FAILED" -eq 1 ]; then
             llmhub_judge "srun step exited before all ranks started"
         fi
         if [ "$SECONDS" -ge "$PLAN_RANK_START_TIMEOUT" ]; then
             llmhub_diagnose_start "${!up[@]}"
             llmhub_fail "only ${#up[@]} of $PLAN_NNODES ranks started within ${PLAN_RANK_START_TIMEOUT}s: Slurm could not place a rank, or the log directory is not on shared storage (see the LLMHUB-DIAG lines in the .out)"
         fi
-        llmhub_nap 0.2
         for marker in "$LLMHUB_ATTEMPT_DIR"/started/*[0-9]; do
             if [ -e "$marker" ] && [ -z "${up[${marker##*/}]-}" ]; then
-                read -r node _ <"$marker"
+                read -r node <"$marker"
                 up[${marker##*/}]=$node
                 llmhub_say "STAGE-A: rank ${marker##*/} up on $node"
             fi
@@ -322,22 +339,26 @@ llmhub_answers() {
     esac
 }
 
+llmhub_await_server_check() {
+    if ! llmhub_listen 0.2 || [ "$LLMHUB_RANK_FAILED" -eq 1 ]; then
+        llmhub_judge "the step ended before the server was ready"
+    fi
+    if [ "$PLAN_SERVER_TIMEOUT" -gt 0 ] && [ "$SECONDS" -ge "$LLMHUB_BUDGET" ]; then
+        llmhub_fail "server not ready within ${LLMHUB_BUDGET}s; raise LLMHUB_MN_SERVER_TIMEOUT if the model loads that long (ranks/ in the job directory shows how far it got)"
+    fi
+}
+
 llmhub_await_server() {
     local probe
     while :; do
         llmhub_answers &
         probe=$!
-        # a wait that a signal interrupts leaves the probe running
         while kill -0 "$probe" 2>/dev/null; do
-            [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
-            kill -0 "$LLMHUB_STEP_PID" 2>/dev/null || llmhub_judge "the step ended before the server was ready"
-            if [ "$PLAN_SERVER_TIMEOUT" -gt 0 ] && [ "$SECONDS" -ge "$LLMHUB_BUDGET" ]; then
-                llmhub_fail "server not ready within ${LLMHUB_BUDGET}s; raise LLMHUB_MN_SERVER_TIMEOUT if the model loads that long (ranks/ in the job directory shows how far it got)"
-            fi
-            llmhub_nap 0.2
+            llmhub_await_server_check
         done
         wait "$probe" && break
-        llmhub_nap 0.8
+        llmhub_listen_until 1
+        llmhub_await_server_check
     done
     LLMHUB_READY=1
     llmhub_say "READY: $server_address answered after ${SECONDS}s"
@@ -360,6 +381,7 @@ LLMHUB_CAUSES=(
     'connectFullMesh failed|Gloo could not connect the ranks'
     'NCCL error|NCCL failed'
     'HFValidationError|Repository Not Found|the model path does not exist in the container'
+    'died unexpectedly|a worker process of the engine died'
     'GatedRepoError|the model is gated: HF_TOKEN is missing or has no access'
 )
 
@@ -374,24 +396,31 @@ llmhub_cause() { # LOG...
     return 1
 }
 
-# The step has ended, so something failed: name the first rank to end, or, of those that
+# Prints "RANK NODE STATUS SECONDS" of the first rank to end by itself and of those that
+# ended within a second of it.
+llmhub_first_ends() {
+    grep -o 'LLMHUB-END .*' -- "$LLMHUB_ATTEMPT_DIR/step.log" |
+        sed -E 's/.* rank=([0-9]+) node=(\S+) status=([0-9]+) seconds=([0-9]+) at=([0-9.]+) stopping=([01])/\5 \6 \1 \2 \3 \4/' |
+        sort -n |
+        awk '!first && !$2 { first = $1 } first && $1 - first <= 1 { print $3, $4, $5, $6 }'
+}
+
+# Something has failed: name the first rank to end, or, of those that
 # ended within a second of it, the first whose log tells why.
 llmhub_judge() { # FALLBACK
     local fields rank='' node='' status='' seconds='' cause='' log='' message first=
     local step_log=$LLMHUB_ATTEMPT_DIR/step.log line
-    wait "$LLMHUB_STEP_PID"
-    # the signal that ended the step may be on its way to this process too
-    llmhub_nap 1
-    [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
+    # others may be ending of the same cause; and the signal that ended the step may be on
+    # its way to this process too
+    llmhub_listen_until 1
+    llmhub_nap 0.5
     line=$(grep -m 1 -o 'LLMHUB-ERROR: .*' -- "$step_log") && llmhub_fail "${line#LLMHUB-ERROR: }"
     while read -r fields; do
         read -r rank node status seconds <<<"$fields"
         log=$LLMHUB_JOB_DIR/ranks/rank-$rank.$node
         [ -n "$first" ] || first=$fields
         cause=$(llmhub_cause "$log.err" "$log.out") && first=$fields && break
-    done < <(grep -o 'LLMHUB-END .*stopping=0' -- "$step_log" |
-        sed -E 's/.* rank=([0-9]+) node=(\S+) status=([0-9]+) seconds=([0-9]+) at=([0-9.]+) .*/\5 \1 \2 \3 \4/' |
-        sort -n | awk 'NR == 1 { first = $1 } $1 - first <= 1 { print $2, $3, $4, $5 }')
+    done < <(llmhub_first_ends)
     if [ -n "$first" ]; then
         read -r rank node status seconds <<<"$first"
         log=$LLMHUB_JOB_DIR/ranks/rank-$rank.$node.err
@@ -416,10 +445,6 @@ llmhub_serve() {
     llmhub_start_step
     llmhub_await_ranks
     llmhub_await_server
-    while kill -0 "$LLMHUB_STEP_PID" 2>/dev/null; do
-        [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
-        wait "$LLMHUB_STEP_PID"
-    done
-    [ "$LLMHUB_STOPPING" -eq 0 ] || llmhub_stop
+    while llmhub_listen 3600 && [ "$LLMHUB_RANK_FAILED" -eq 0 ]; do :; done
     llmhub_judge "the step ended"
 }

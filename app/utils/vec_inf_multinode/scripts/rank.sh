@@ -51,7 +51,7 @@ find_fabric() { # sets FABRIC_NAMES, FABRIC_ADDRESS, FABRIC_IFACE
 mark_started() {
     local marker=$LLMHUB_ATTEMPT_DIR/started/$RANK
     # renamed into place: a marker is never seen half written
-    if ! { printf '%s %s\n' "$NODE" "${SLURM_STEP_ID-}" >"$marker.new" && mv -- "$marker.new" "$marker"; } 2>/dev/null; then
+    if ! { printf '%s\n' "$NODE" >"$marker.new" && mv -- "$marker.new" "$marker"; } 2>/dev/null; then
         refuse "rank $RANK on $NODE cannot write $marker; is the log directory on shared storage, writable and not full?"
     fi
 }
@@ -199,6 +199,22 @@ run_container() { # sets STATUS
         wait "$CHILD"
         STATUS=$?
         kill -0 "$CHILD" 2>/dev/null || break
+        await_child
+    done
+}
+
+# After a signal: a job that is cancelled gives its engine time to stop (about 4 s), one
+# that has failed does not; the batch script says which on the step's stdin.
+await_child() {
+    local word=
+    while kill -0 "$CHILD" 2>/dev/null; do
+        read -r -t 0.2 word
+        if [ "$word" = kill ]; then
+            kill -KILL "$CHILD" 2>/dev/null
+            return 0
+        fi
+        # at end of file, read does not wait
+        llmhub_nap 0.1
     done
 }
 
@@ -206,7 +222,7 @@ report_end() {
     local seconds=$SECONDS ended_at
     ended_at=$(date +%s.%3N)
     # signals reach a step's processes one by one: the container may have been first
-    [ "$STOPPING" -eq 1 ] || llmhub_nap 0.5
+    [ "$STOPPING" -eq 1 ] || llmhub_nap 0.3
     printf 'LLMHUB-END rank=%s node=%s status=%s seconds=%s at=%s stopping=%s\n' \
         "$RANK" "$NODE" "$STATUS" "$seconds" "$ended_at" "$STOPPING" >&2
     if [ "$STATUS" -eq 0 ] && [ "$STOPPING" -eq 0 ]; then
