@@ -51,6 +51,7 @@ USER = "mnlab"
 MARK = "# mnlab"
 HOSTS = Path("/etc/hosts")
 NETNS = Path("/etc/netns")
+NAMED = Path("/run/netns")
 CONTROLLER = "mnlabctl"
 VLLM_VERSION = "0.32.0"
 GPUS = 4
@@ -391,6 +392,7 @@ class Lab:
         os.umask(0o022)
         provision.check_can_run()
         with self._locked():
+            self._refuse_other_lab()
             self._prepare(vllm_version)
             if self._read_state() == {"shape": shape, "whole": True}:
                 if self.status()["up"]:
@@ -666,6 +668,7 @@ class Lab:
         """
         provision.check_can_run()
         with self._locked():
+            self._refuse_other_lab()
             self._take_down(keep_logs)
 
     def _take_down(self, keep_logs: bool) -> None:
@@ -683,6 +686,7 @@ class Lab:
             shutil.rmtree(folder)
         with contextlib.suppress(OSError):
             NETNS.rmdir()
+        _drop_netns_place()
         for link in _links():
             sh(["ip", "link", "del", link], timeout=20, check=False)
         _drop_hosts_lines()
@@ -753,6 +757,15 @@ class Lab:
                 if not _wait_for(take, limit, pause=0.5):
                     raise LabError(f"no lock on {file.name} within {limit:.0f} s")
             yield
+
+    def _refuse_other_lab(self) -> None:
+        for line in HOSTS.read_text().splitlines():
+            other = Path(line.partition(f" {MARK} ")[2] or self.dir)
+            if other != self.dir and (other / ".mnlab").exists():
+                raise LabError(
+                    f"the lab of this machine is in {other}: "
+                    f"take it down with MNLAB_DIR={other}"
+                )
 
     def _refuse_strangers(self) -> None:
         if self.dir.exists() and not self._marker.exists() and any(self.dir.iterdir()):
@@ -843,8 +856,15 @@ def _read_process(pid: int) -> Process | None:
 
 
 def _namespaces() -> list[str]:
-    place = Path("/run/netns")
-    return sorted(path.name for path in place.glob(PREFIX + "*"))
+    return sorted(path.name for path in NAMED.glob(PREFIX + "*"))
+
+
+def _drop_netns_place() -> None:
+    """Remove the directory that ``ip netns`` makes, if nothing is in it."""
+    if NAMED.is_dir() and not any(NAMED.iterdir()):
+        sh(["umount", "-l", NAMED], timeout=20, check=False)
+        with contextlib.suppress(OSError):
+            NAMED.rmdir()
 
 
 def _namespace_pids(space: str) -> list[int]:

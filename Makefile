@@ -1,0 +1,59 @@
+# Everything here works on a fresh clone; the lab's targets need root.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LAB := $(PYTHON) tests/lab/lab.py
+SHELL_FILES := $(wildcard app/utils/vec_inf_multinode/scripts/*.sh tests/lab/templates/*.sh) .ci/run
+
+.PHONY: help demo test test-fast test-lab lint format lab-up lab-down lab-status clean
+
+help:
+	@echo "make demo       launch a real model over two nodes of the one-machine cluster"
+	@echo "                (DEMO_ARGS=--tensor for TP=2 across the nodes)"
+	@echo "make test       every test; brings the one-machine cluster up"
+	@echo "make test-fast  the tests that need no cluster"
+	@echo "make lint       black, isort, flake8, shellcheck"
+	@echo "make lab-up | lab-down | lab-status    the one-machine cluster (LAB_ARGS='--nodes 4')"
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $@
+
+# shellcheck is a test's subject, not a Python package
+shellcheck:
+	@command -v shellcheck >/dev/null || { apt-get update -qq && apt-get install -y -qq shellcheck; }
+
+demo:
+	$(PYTHON) tests/lab/demo.py $(DEMO_ARGS)
+
+test: $(VENV)/.installed shellcheck
+	$(BIN)/pytest
+
+test-fast: $(VENV)/.installed shellcheck
+	$(BIN)/pytest -m 'not lab'
+
+test-lab: $(VENV)/.installed
+	$(BIN)/pytest -m lab
+
+lint: $(VENV)/.installed shellcheck
+	$(BIN)/black --check -q app tests || $(BIN)/black --check app tests
+	$(BIN)/isort --check -q app tests
+	$(BIN)/flake8 app tests
+	shellcheck -x $(SHELL_FILES)
+
+format: $(VENV)/.installed
+	$(BIN)/isort -q app tests
+	$(BIN)/black -q app tests
+
+lab-up:
+	$(LAB) up $(LAB_ARGS)
+
+lab-down:
+	$(LAB) down
+
+lab-status:
+	$(LAB) status
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache
