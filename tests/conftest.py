@@ -7,6 +7,7 @@ any test module is.
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -58,3 +59,44 @@ def login(tmp_path, monkeypatch):
     for name, value in machine.environ.items():
         monkeypatch.setenv(name, value)
     return machine
+
+
+LAB_REFUSAL = []
+
+
+@pytest.fixture(scope="session")
+def lab():
+    """Return the one-machine cluster, up; taken down again if it was not up before."""
+    sys.path.insert(0, str(support.TESTS / "lab"))
+    from lab import CANNOT_RUN, Lab, LabError
+
+    machine = Lab()
+    was_up = machine.status()["up"]
+    try:
+        machine.up()
+    except LabError as err:
+        if getattr(err, "code", None) != CANNOT_RUN:
+            raise
+        LAB_REFUSAL.append(str(err))
+        pytest.skip(f"the one-machine cluster cannot run here: {err}")
+    yield machine
+    machine.run(["scancel", f"--user={machine.user}"], timeout=30)
+    if not was_up:
+        machine.down()
+
+
+@pytest.fixture(scope="session")
+def hub(lab):
+    """Return a hub's process on the cluster."""
+    from hub import Hub
+
+    process = Hub(lab)
+    yield process
+    process.close()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say in the last lines what did not run, so that nobody takes it for passed."""
+    for reason in LAB_REFUSAL[:1]:
+        terminalreporter.section("THE CLUSTER TESTS (T6) DID NOT RUN", red=True)
+        terminalreporter.line(reason)

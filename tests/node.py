@@ -229,12 +229,12 @@ class Node:
         """End what is left, each process by its id."""
         for _ in range(20):
             left = self.processes()
+            if not left:
+                return
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            if not left:
-                return
-            time.sleep(0.01)
+            time.sleep(0.02)
 
     def refused(self) -> str:
         """What stand-ins did not know."""
@@ -406,19 +406,20 @@ class Run:
             self.seconds = time.monotonic() - began
             self.settle()
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.node.end_all()
-            self.process.wait()
+            if self.notes.get("left") != []:
+                self.process.kill()
+                self.node.end_all()
+                self.process.wait()
         assert not self.node.refused()
 
     def settle(self) -> None:
         """Give what writes logs a moment; what then stays is `left`."""
-        for _ in range(50):
+        end = time.monotonic() + 1
+        while True:
             self.notes["left"] = self.node.processes()
-            if not self.notes["left"]:
+            if not self.notes["left"] or time.monotonic() > end:
                 return
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 20) -> None:
         """Wait for something that this run does."""

@@ -44,8 +44,9 @@ RENAMED = {
 
 def look_at(root):
     """Run in a fresh interpreter: what each kind of launch does."""
-    import app.utils.vec_inf_multinode as adapter
     from vec_inf.client import LaunchOptions, VecInfClient
+
+    import app.utils.vec_inf_multinode as adapter
 
     login = support.Login(Path(root))
     kwargs = login.request(num_nodes=2, vllm_args="-tp=1,-pp=2")

@@ -57,8 +57,9 @@ def launch_all(root, names, options):
 
     Returns what each way left, said and answered, by model.
     """
-    import app.utils.vec_inf_multinode as adapter
     from vec_inf.client import LaunchOptions, VecInfClient
+
+    import app.utils.vec_inf_multinode as adapter
 
     login = support.Login(Path(root))
     given = []
@@ -251,8 +252,9 @@ def catalogs(login, monkeypatch):
 @pytest.fixture(params=["function", "client"])
 def launch(request, monkeypatch):
     """Return one of the two ways to launch, and the calls that vec-inf's client got."""
-    import app.utils.vec_inf_multinode as adapter
     from vec_inf.client import VecInfClient
+
+    import app.utils.vec_inf_multinode as adapter
 
     stock, calls = VecInfClient.launch_model, []
 
@@ -269,9 +271,10 @@ def launch(request, monkeypatch):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name, given, multi_node", ROUTES)
 def test_routing_agrees_with_vec_inf(catalogs, launch, name, given, multi_node):
-    import app.utils.vec_inf_multinode as adapter
     from vec_inf.client import LaunchOptions
     from vec_inf.client._helper import ModelLauncher
+
+    import app.utils.vec_inf_multinode as adapter
 
     call, stock_calls = launch
     kwargs = catalogs.request(**given)
@@ -303,9 +306,10 @@ def test_routing_agrees_with_vec_inf(catalogs, launch, name, given, multi_node):
     ],
 )
 def test_the_generator_is_vec_infs_for_other_params(login, name, given):
-    from app.utils.vec_inf_multinode import MultinodeScriptGenerator
     from vec_inf.client._helper import ModelLauncher
     from vec_inf.client._slurm_script_generator import SlurmScriptGenerator
+
+    from app.utils.vec_inf_multinode import MultinodeScriptGenerator
 
     params = ModelLauncher(name, login.request(**given)).params
     path = MultinodeScriptGenerator(params).write_to_log_dir()
@@ -319,8 +323,9 @@ def test_the_generator_is_vec_infs_for_other_params(login, name, given):
     "name, given", [("one-node", {}), ("two-nodes-sglang", {"env": "A=1"})]
 )
 def test_the_launcher_is_vec_infs_for_other_params(login, name, given):
-    from app.utils.vec_inf_multinode import MultinodeLauncher
     from vec_inf.client._helper import ModelLauncher
+
+    from app.utils.vec_inf_multinode import MultinodeLauncher
 
     found = []
     for launcher in (ModelLauncher, MultinodeLauncher):

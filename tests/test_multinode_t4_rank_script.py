@@ -50,10 +50,11 @@ def pool(request, tmp_path_factory):
     ]
     # the long ones first
     cases = sorted(set(cases), key=lambda case: not isinstance(case, JobCase))
+    top = tmp_path_factory.mktemp("t4")
     with ThreadPoolExecutor(8) as executor:
         yield {
-            case: executor.submit(case.start, tmp_path_factory.mktemp("run") / "root")
-            for case in cases
+            case: executor.submit(case.start, top / str(number) / "root")
+            for number, case in enumerate(cases)
         }
         executor.shutdown(cancel_futures=True)
 
@@ -1229,7 +1230,11 @@ def test_failure_file(run):
     assert "CUDA out of memory" in log.read_text()
 
 
-@case(JobCase(engines={0: STAY, 1: when_told("x", "exit 0").replace("end.x", "ip.nid001")}))
+@case(
+    JobCase(
+        engines={0: STAY, 1: when_told("x", "exit 0").replace("end.x", "ip.nid001")}
+    )
+)
 def test_rank_ends_with_0_in_start_up(run):
     """The job does not wait for a rank that is gone."""
     assert run.errors()[0].startswith("rank 1 on nid002 exited with status 0 after ")

@@ -413,7 +413,8 @@ class Lab:
         provision.ensure_client(self.cache)
         venv = provision.ensure_vllm(self.cache, version)
         provision.ensure_image(self.cache, version, venv)
-        provision.ensure_model(self.cache, venv)
+        model = provision.ensure_model(self.cache, venv)
+        provision.ensure_model_info(self.cache, version, venv, model)
 
     def _make(self, shape: dict[str, Any]) -> None:
         say("making user, files and network")
@@ -434,13 +435,27 @@ class Lab:
 
     def _make_user(self) -> None:
         sh(
-            ["useradd", "-M", "-U", "-l", "-d", self.home, "-s", "/bin/bash", self.user],
+            [
+                "useradd",
+                "-M",
+                "-U",
+                "-l",
+                "-d",
+                self.home,
+                "-s",
+                "/bin/bash",
+                self.user,
+            ],
             timeout=30,
         )
         account = pwd.getpwnam(self.user)
-        for folder in (self.home, self.home / "work"):
-            folder.mkdir(parents=True, exist_ok=True)
-            os.chown(folder, account.pw_uid, account.pw_gid)
+        work = self.home / "work"
+        work.mkdir(parents=True)
+        info = self.vllm_venv.parent / "model-info" / "modelinfos"
+        if info.exists():
+            shutil.copytree(info, work / ".vec-inf-cache/vllm/modelinfos")
+        for path in [self.home, *self.home.rglob("*")]:
+            os.chown(path, account.pw_uid, account.pw_gid)
 
     def _write_config(self, shape: dict[str, Any]) -> None:
         fields = {
@@ -462,9 +477,7 @@ class Lab:
         }.items():
             template = string.Template((provision.TEMPLATES / name).read_text())
             target.write_text(template.substitute(fields))
-        (etc / "cgroup.conf").write_text(
-            "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
-        )
+        (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         for number in range(GPUS):
             # Slurm wants a device file; its number becomes CUDA_VISIBLE_DEVICES
             os.mknod(
@@ -812,9 +825,7 @@ def _address(number: int, fabric: int) -> str:
     return f"10.77.{fabric}.{number}"
 
 
-def _wait_for(
-    condition: Callable[[], bool], limit: float, pause: float = 0.2
-) -> bool:
+def _wait_for(condition: Callable[[], bool], limit: float, pause: float = 0.2) -> bool:
     end = time.monotonic() + limit
     while not condition():
         if time.monotonic() > end:

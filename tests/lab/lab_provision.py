@@ -47,7 +47,9 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 APPTAINER_DEBS = ("apptainer", "libc6", "libseccomp2", "libsqlite3-0")
 APPTAINER_LIB = Path("/usr/lib/x86_64-linux-gnu/apptainer")
 POLICY = Path("/usr/sbin/policy-rc.d")
-POLICY_TEXT = "#!/bin/sh\n# mnlab: no service starts while packages are installed\nexit 101\n"
+POLICY_TEXT = (
+    "#!/bin/sh\n# mnlab: no service starts while packages are installed\nexit 101\n"
+)
 
 _START = time.monotonic()
 
@@ -267,9 +269,9 @@ def ensure_apptainer(cache: Path) -> None:
 
 def _apptainer_works() -> bool:
     found = shutil.which("apptainer")
-    return bool(found) and not sh(
-        [found, "--version"], timeout=30, check=False
-    ).returncode
+    return (
+        bool(found) and not sh([found, "--version"], timeout=30, check=False).returncode
+    )
 
 
 def _debian_source() -> str:
@@ -423,6 +425,27 @@ def ensure_model(cache: Path, venv: Path) -> Path:
     return model
 
 
+def ensure_model_info(cache: Path, version: str, venv: Path, model: Path) -> Path:
+    """Let vLLM inspect the model's class once; return its cache directory.
+
+    Every first start with an empty cache would do it again, for about 10 s.
+    """
+    info = cache / f"vllm-{version}" / "model-info"
+    if not (info / "modelinfos").exists():
+        say("letting vLLM inspect the model's class")
+        script = (
+            "import sys; from vllm.engine.arg_utils import EngineArgs; "
+            "EngineArgs(model=sys.argv[1], dtype='float32').create_model_config()"
+        )
+        sh(
+            [venv / "bin/python", "-c", script, model],
+            timeout=180,
+            env={"HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(info)},
+            check=False,
+        )
+    return info
+
+
 def ensure_image(cache: Path, version: str, venv: Path) -> Path:
     """Make the directory that Apptainer runs as an image; return it."""
     image = cache / f"image-vllm-{version}"
@@ -450,7 +473,9 @@ def ensure_image(cache: Path, version: str, venv: Path) -> Path:
 def check_can_run() -> None:
     """Raise ``LabError`` with the reason if this machine cannot hold a lab."""
     if os.geteuid():
-        raise LabError("the lab makes namespaces and a user: run it as root", CANNOT_RUN)
+        raise LabError(
+            "the lab makes namespaces and a user: run it as root", CANNOT_RUN
+        )
     conf = Path("/etc/slurm/slurm.conf")
     if conf.exists() and "mnlab" not in conf.read_text(errors="replace"):
         raise LabError(
