@@ -1,5 +1,6 @@
 """The three subclasses and the hub's one call: the whole contact with vec-inf."""
 
+import json
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,11 @@ _client_vars: Any = _vec_inf("vec_inf.client", "_client_vars", None)
 _TEMPLATE: Any = _vec_inf(
     "vec_inf.client._slurm_templates", "SLURM_SCRIPT_TEMPLATE", {}
 )
+
+_models: Any = _vec_inf("vec_inf.client", "models", None)
+# States that a job is in again after a requeue, while an old failure.json may remain.
+_HEALTHY = ("PENDING", "LAUNCHING", "READY")
+FAILURE_FILE = "failure.json"
 
 _SEAM = seam.inspect_vec_inf()
 
@@ -186,12 +192,27 @@ def launch_model(client: Any, model_name: str, options: Any = None) -> Any:
 
 
 class MultinodeClient(_VecInfClient):
-    """vec-inf's client with a ``launch_model`` that routes; the rest is vec-inf's."""
+    """vec-inf's client with a ``launch_model`` that routes and the cause of a failure.
+
+    The rest is vec-inf's.
+    """
 
     def launch_model(self, model_name: str, options: Any = None) -> Any:
         """Launch a model, as the function `launch_model` does."""
         stock = partial(super().launch_model, model_name, options=options)
         return _dispatch(self, model_name, options, stock)
+
+    def get_status(self, slurm_job_id: str) -> Any:
+        """Status as vec-inf's, but FAILED with its cause for a multi-node job that failed.
+
+        vec-inf alone says UNAVAILABLE, without a reason, once Slurm has ended a job.
+        """
+        status = super().get_status(slurm_job_id)
+        cause = _failure(Path(status.log_dir))
+        if cause and status.server_status not in _HEALTHY:
+            status.server_status = _models.ModelStatus.FAILED
+            status.failed_reason = cause
+        return status
 
 
 class MultinodeLauncher(_ModelLauncher):
@@ -383,6 +404,15 @@ class MultinodeScriptGenerator(_SlurmScriptGenerator):
             yield
         finally:
             vars(self).update(saved)
+
+
+def _failure(job_dir: Path) -> Optional[str]:
+    """The cause that a job of ours left in its directory, None if there is none."""
+    try:
+        message = json.loads((job_dir / FAILURE_FILE).read_text("utf-8"))["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return f"LLMHUB-ERROR: {message}"
 
 
 def _sizes(parallelism: Parallelism) -> dict[str, int]:

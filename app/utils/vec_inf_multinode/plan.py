@@ -307,7 +307,9 @@ def canonical_args(
     short_to_long: Mapping[str, str],
 ) -> dict[str, Any]:
     """Engine args under their long names; what the request typed wins."""
-    merged = {canonical_option(str(k), short_to_long): v for k, v in engine_args.items()}
+    merged = {
+        canonical_option(str(k), short_to_long): v for k, v in engine_args.items()
+    }
     merged.update({canonical_option(k, short_to_long): v for k, v in typed.items()})
     return merged
 
@@ -347,7 +349,9 @@ def plan_parallelism(
     tensor, pipeline = axis(TENSOR, gpus), axis(PIPELINE, nnodes)
     assert tensor and pipeline
     stale = [
-        a.option for a in (tensor, pipeline) if a.origin == "derived" and a.option in args
+        a.option
+        for a in (tensor, pipeline)
+        if a.origin == "derived" and a.option in args
     ]
     note = (
         f"the request changed the allocation from {catalog['num_nodes']} x "

@@ -81,6 +81,9 @@ def plan_block(plan: LaunchPlan, *, ready_signature: str) -> str:
         assign("PLAN_RDZV_PORT", knobs.rdzv_port),
         assign("PLAN_PORT_SCAN_MAX", knobs.port_scan_max),
         assign("PLAN_SYMM_MEM", knobs.symm_mem),
+        assign("PLAN_STALL_TIMEOUT", knobs.stall_timeout),
+        assign("PLAN_IDLE_PROBE", knobs.idle_probe),
+        assign("PLAN_MAX_RESTARTS", knobs.max_restarts),
     ]
     return "\n".join(lines)
 

@@ -22,6 +22,7 @@ _TEMPLATES = "vec_inf.client._slurm_templates"
 _SLURM_VARS = "vec_inf.client._slurm_vars"
 _CLIENT_VARS = "vec_inf.client._client_vars"
 _UTILS = "vec_inf.client._utils"
+_MODELS = "vec_inf.client.models"
 _EXCEPTIONS = "vec_inf.client._exceptions"
 
 
@@ -98,11 +99,9 @@ MEMBERS: tuple[Member, ...] = (
     _method(
         _API, "VecInfClient.launch_model", "model_name", "options", overridden=True
     ),
-    _method(_API, "VecInfClient.get_status", "slurm_job_id"),
+    _method(_API, "VecInfClient.get_status", "slurm_job_id", overridden=True),
     _method(_API, "VecInfClient.shutdown_model", "slurm_job_id"),
-    _method(
-        _HELPER, "ModelLauncher.__init__", "model_name", "kwargs", overridden=True
-    ),
+    _method(_HELPER, "ModelLauncher.__init__", "model_name", "kwargs", overridden=True),
     _method(
         _HELPER,
         "ModelLauncher._process_engine_args",
@@ -110,9 +109,7 @@ MEMBERS: tuple[Member, ...] = (
         "engine_choice",
         overridden=True,
     ),
-    _method(
-        _HELPER, "ModelLauncher._process_env_vars", "env_arg", overridden=True
-    ),
+    _method(_HELPER, "ModelLauncher._process_env_vars", "env_arg", overridden=True),
     _method(
         _HELPER,
         "ModelLauncher._validate_resource_allocation",
@@ -123,9 +120,7 @@ MEMBERS: tuple[Member, ...] = (
     _method(_HELPER, "ModelLauncher.launch", overridden=True),
     _method(_GENERATOR, "SlurmScriptGenerator.__init__", "params", overridden=True),
     _method(_GENERATOR, "SlurmScriptGenerator._generate_shebang", overridden=True),
-    _method(
-        _GENERATOR, "SlurmScriptGenerator._generate_server_setup", overridden=True
-    ),
+    _method(_GENERATOR, "SlurmScriptGenerator._generate_server_setup", overridden=True),
     _method(_GENERATOR, "SlurmScriptGenerator._generate_launch_cmd", overridden=True),
     _method(_GENERATOR, "SlurmScriptGenerator._generate_script_content"),
     _method(_GENERATOR, "SlurmScriptGenerator.write_to_log_dir", overridden=True),
@@ -157,6 +152,8 @@ MEMBERS: tuple[Member, ...] = (
     _method(_UTILS, "load_config", "config_path"),
     _method(_UTILS, "run_bash_command", "command"),
     Member(_EXCEPTIONS, "SlurmJobError"),
+    Member(_MODELS, "ModelStatus.FAILED"),
+    Member(_MODELS, "StatusResponse"),
 )
 
 

@@ -39,6 +39,12 @@ class MultinodeSettings(BaseModel):
         Value for ``VLLM_ALLREDUCE_USE_SYMM_MEM``.
     ready_probe : {'completion', 'health'}
         What the server must answer before the job calls itself ready.
+    stall_timeout : int
+        Seconds without a token, while requests are there, that end the job; 0 is off.
+    idle_probe : int
+        Seconds of idleness after which the server is asked for one token; 0 is off.
+    max_restarts : int
+        How often a step that fails after it was ready is started again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=True)
@@ -54,6 +60,9 @@ class MultinodeSettings(BaseModel):
     port_scan_max: int = Field(default=64, ge=1, le=4096)
     symm_mem: Literal["0", "1"] = "0"
     ready_probe: Literal["completion", "health"] = "completion"
+    stall_timeout: int = Field(default=300, ge=0, le=86_400)
+    idle_probe: int = Field(default=0, ge=0, le=86_400)
+    max_restarts: int = Field(default=0, ge=0, le=1000)
 
     @model_validator(mode="after")
     def _ports_exist(self) -> "MultinodeSettings":

@@ -8,13 +8,22 @@ set -u
 LLMHUB_SRUN=
 LLMHUB_RANK_FAILED=0
 LLMHUB_READY=0
+LLMHUB_RESTARTS=0
+LLMHUB_LOCK=
 
 llmhub_say() { # MESSAGE
     printf 'LLMHUB-%s\n' "$1" >&3
 }
 
-# Ends the job with a reason, in both logs and in failure.json.
+# Ends the job with a reason, in both logs and in failure.json; or, when the server was
+# ready and a restart is left, ends the step only and returns.
 llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
+    if [ "$LLMHUB_READY" -eq 1 ] && [ "$LLMHUB_RESTARTS" -lt "$PLAN_MAX_RESTARTS" ]; then
+        LLMHUB_RESTARTS=$((LLMHUB_RESTARTS + 1))
+        llmhub_say "RESTART: $LLMHUB_RESTARTS of $PLAN_MAX_RESTARTS: $1"
+        llmhub_end_step
+        return 0
+    fi
     llmhub_say "ERROR: $1"
     printf 'LLMHUB-ERROR: %s\n' "$1" >&4
     if [ -n "${8-}" ] && [ -r "$8" ]; then
@@ -22,6 +31,13 @@ llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
         # lines that say "userwarning"
         tail -n 50 -- "$8" | sed 's/^/LLMHUB-TAIL (userwarning): /' >&4
     fi
+    llmhub_write_failure "$@"
+    llmhub_end_step
+    exit 1
+}
+
+llmhub_write_failure() { # the arguments of llmhub_fail
+    local file=$LLMHUB_JOB_DIR/failure.json
     jq -n --arg message "$1" --arg rank "${2-}" --arg node "${3-}" --arg status "${4-}" \
         --arg signal "${5-}" --arg seconds "${6-}" --arg cause "${7-}" --arg log "${8-}" \
         --arg attempt "${LLMHUB_ATTEMPT_DIR##*/}" --argjson time "$(date +%s)" \
@@ -30,11 +46,7 @@ llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
          {message: $message, rank: ($rank | number), node: ($node | text),
           status: ($status | number), signal: ($signal | number),
           seconds: ($seconds | number), cause: ($cause | text), log: ($log | text),
-          attempt: ($attempt | text), time: $time}' \
-        >"$LLMHUB_JOB_DIR/failure.json.new" &&
-        mv -- "$LLMHUB_JOB_DIR/failure.json.new" "$LLMHUB_JOB_DIR/failure.json"
-    llmhub_end_step
-    exit 1
+          attempt: ($attempt | text), time: $time}' >"$file.new" && mv -- "$file.new" "$file"
 }
 
 # Reads one line of what srun says, for at most SECONDS; false when the step has ended.
@@ -109,7 +121,6 @@ llmhub_make_attempt() {
     if [ -e "$LLMHUB_JOB_DIR/ranks" ]; then
         mv -- "$LLMHUB_JOB_DIR/ranks" "$LLMHUB_JOB_DIR/ranks.before-attempt-$number"
     fi
-    rm -f -- "$LLMHUB_JOB_DIR/failure.json"
     mkdir -p -- "$LLMHUB_ATTEMPT_DIR/started" "$LLMHUB_JOB_DIR/ranks" ||
         llmhub_fail "cannot make $LLMHUB_ATTEMPT_DIR; is the log directory writable and not full?"
 }
@@ -135,6 +146,7 @@ llmhub_lock_port() { # PORT
     { exec {LLMHUB_LOCK}<"$file"; } 2>/dev/null || return 0
     flock -n "$LLMHUB_LOCK" && return 0
     exec {LLMHUB_LOCK}<&-
+    LLMHUB_LOCK=
     return 1
 }
 
@@ -142,6 +154,8 @@ llmhub_lock_port() { # PORT
 # attempt starts its search elsewhere, and holds what it found.
 llmhub_find_port() {
     local low=32768 high=60999 used=' ' count=$((PLAN_PORT_SCAN_MAX + 1)) i port
+    [ -z "$LLMHUB_LOCK" ] || exec {LLMHUB_LOCK}<&-
+    LLMHUB_LOCK=
     read -r low high </proc/sys/net/ipv4/ip_local_port_range
     if command -v ss >/dev/null; then
         used=" $(ss -Htan | awk '{n = split($4, part, ":"); printf "%s ", part[n]}')"
@@ -225,6 +239,7 @@ llmhub_prepare() {
     if [ "$SLURM_JOB_NUM_NODES" -ne "$PLAN_NNODES" ]; then
         llmhub_fail "allocation has $SLURM_JOB_NUM_NODES node(s), expected $PLAN_NNODES; something changed --nodes after planning"
     fi
+    rm -f -- "$LLMHUB_JOB_DIR/failure.json"
     llmhub_make_attempt
     llmhub_find_master
     llmhub_expand "$PLAN_BIND"
@@ -302,11 +317,11 @@ llmhub_await_ranks() {
     printf 'go\n' >&"$LLMHUB_STEP_STDIN"
 }
 
-# Prints the HTTP status of one request to rank 0, which is on this node; nothing if
-# there was no answer. Over bash, so that a key is on no command line.
-llmhub_http() { # SECONDS METHOD PATH [JSON]
-    local body=${4-} code key=''
-    local i
+# Prints the HTTP status of one request to rank 0, which is on this node, and with "body"
+# for WANTED the body too; nothing if there was no answer. Over bash, so that a key is on
+# no command line.
+llmhub_http() { # SECONDS WANTED METHOD PATH [JSON]
+    local body=${5-} code key='' header i
     for i in "${!PLAN_ENV_NAMES[@]}"; do
         if [ "${PLAN_ENV_NAMES[i]}" = VLLM_API_KEY ]; then
             llmhub_expand "${PLAN_ENV_VALUES[i]}"
@@ -317,26 +332,35 @@ llmhub_http() { # SECONDS METHOD PATH [JSON]
         trap '' PIPE
         exec {connection}<>"/dev/tcp/127.0.0.1/$server_port_number" || exit
         printf '%s %s HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n%sContent-Length: %s\r\n\r\n%s' \
-            "$2" "$3" "${key:+Authorization: Bearer $key$'\r\n'}" "${#body}" "$body" >&"$connection"
-        read -r -t "$1" -u "$connection" _ code _ && printf '%s\n' "$code"
+            "$3" "$4" "${key:+Authorization: Bearer $key$'\r\n'}" "${#body}" "$body" >&"$connection"
+        read -r -t "$1" -u "$connection" _ code _ || exit
+        printf '%s\n' "$code"
+        [ "$2" = body ] || exit
+        while read -r -t "$1" -u "$connection" header && [ "$header" != $'\r' ]; do :; done
+        timeout "$1" cat <&"$connection"
     ) 2>/dev/null
 }
 
 # True when the server has answered a real request.
 llmhub_answers() {
-    local code body
-    [ "$(llmhub_http 5 GET /health)" = 200 ] || return 1
+    local code
+    [ "$(llmhub_http 5 status GET /health)" = 200 ] || return 1
     case $PLAN_READY_PROBE/$PLAN_MODEL_TYPE in
         completion/LLM | completion/VLM) ;;
         *) return 0 ;;
     esac
-    body=$(jq -nc --arg model "$PLAN_MODEL_NAME" '{model: $model, prompt: "a", max_tokens: 1}')
-    code=$(llmhub_http 120 POST /v1/completions "$body")
+    code=$(llmhub_ask_for_token 120)
     case $code in
         2??) return 0 ;;
         4??) llmhub_say "WARN: the server answers the readiness request with HTTP $code; it is alive" ;;
         *) return 1 ;;
     esac
+}
+
+# Prints the HTTP status of a completion of one token.
+llmhub_ask_for_token() { # SECONDS
+    llmhub_http "$1" status POST /v1/completions \
+        "$(jq -nc --arg model "$PLAN_MODEL_NAME" '{model: $model, prompt: "a", max_tokens: 1}')"
 }
 
 llmhub_await_server_check() {
@@ -414,7 +438,10 @@ llmhub_judge() { # FALLBACK
     # its way to this process too
     llmhub_listen_until 1
     llmhub_nap 0.5
-    line=$(grep -m 1 -o 'LLMHUB-ERROR: .*' -- "$step_log") && llmhub_fail "${line#LLMHUB-ERROR: }"
+    if line=$(grep -m 1 -o 'LLMHUB-ERROR: .*' -- "$step_log"); then
+        llmhub_fail "${line#LLMHUB-ERROR: }"
+        return
+    fi
     while read -r fields; do
         read -r rank node status seconds <<<"$fields"
         log=$LLMHUB_JOB_DIR/ranks/rank-$rank.$node
@@ -428,10 +455,71 @@ llmhub_judge() { # FALLBACK
         [ "$LLMHUB_READY" -eq 0 ] || message+=", while serving"
         llmhub_fail "$message${cause:+: $cause}" "$rank" "$node" "$status" \
             "$([ "$status" -le 128 ] || printf '%s' $((status - 128)))" "$seconds" "$cause" "$log"
+        return
     fi
     # a rank script that was itself killed says nothing: srun does
     line=$(grep -m 1 -E -o 'srun: error: [^ ]+: tasks? [^:]+: .*' -- "$step_log")
     llmhub_fail "$1${line:+: ${line#srun: error: }}" '' '' '' '' "$SECONDS" '' "$step_log"
+}
+
+# Prints the number of requests that run or wait, and then every counter that moves when
+# a token, prompt or generated, has come; nothing if the server does not answer. The share
+# of the KV cache moves with each chunk of a long prompt.
+llmhub_progress() {
+    llmhub_http 10 body GET /metrics | awk '
+        /^vllm:num_requests_(running|waiting)[{ ]/ { requests += $NF; found = 1 }
+        /^vllm:(prompt_tokens|generation_tokens|request_success)_total[{ ]/ ||
+            /^vllm:iteration_tokens_total_(sum|count)[{ ]/ ||
+            /^vllm:(kv|gpu)_cache_usage_perc[{ ]/ { moving = moving " " $NF }
+        END { if (found) print requests + 0, moving }'
+}
+
+# Ends the step when requests are running and no token has come for PLAN_STALL_TIMEOUT:
+# a hung rank or a cut link, which neither Slurm nor /health sees. Latency is not looked
+# at: a cut of 85 s was seen to heal.
+llmhub_check_progress() {
+    local requests moving
+    read -r requests moving < <(llmhub_progress)
+    if [ -n "$requests" ] && { [ "$moving" != "$LLMHUB_MOVING" ] || [ "$requests" -eq 0 ]; }; then
+        # an idle server does not stall, but its idle time goes on
+        [ "$moving" = "$LLMHUB_MOVING" ] || LLMHUB_MOVED_AT=$SECONDS
+        LLMHUB_MOVING=$moving
+        LLMHUB_ALIVE_AT=$SECONDS
+    fi
+    if [ "$PLAN_STALL_TIMEOUT" -gt 0 ] && [ $((SECONDS - LLMHUB_ALIVE_AT)) -ge "$PLAN_STALL_TIMEOUT" ]; then
+        llmhub_fail "no token for $((SECONDS - LLMHUB_ALIVE_AT))s with ${requests:-an unknown number of} request(s) waiting: a rank hangs or the fabric is cut" '' '' '' '' "$SECONDS" "stalled"
+        return 1
+    fi
+    if [ "$PLAN_IDLE_PROBE" -gt 0 ] && [ $((SECONDS - LLMHUB_MOVED_AT)) -ge "$PLAN_IDLE_PROBE" ]; then
+        LLMHUB_MOVED_AT=$SECONDS
+        case $(llmhub_ask_for_token "$PLAN_IDLE_PROBE") in
+            [24]??) ;;
+            *)
+                llmhub_fail "the idle server did not answer a request for one token within ${PLAN_IDLE_PROBE}s" '' '' '' '' "$SECONDS" "stalled"
+                return 1
+                ;;
+        esac
+    fi
+}
+
+# Returns when the step has to be started again; anything else ends the job.
+llmhub_watch() {
+    local interval=3600 knob check
+    for knob in "$PLAN_STALL_TIMEOUT" "$PLAN_IDLE_PROBE"; do
+        if [ "$knob" -gt 0 ] && [ $((knob / 10 + 1)) -lt "$interval" ]; then
+            interval=$((knob / 10 + 1))
+        fi
+    done
+    LLMHUB_MOVING=
+    LLMHUB_MOVED_AT=$SECONDS
+    LLMHUB_ALIVE_AT=$SECONDS
+    check=$((SECONDS + interval))
+    while llmhub_listen $((check > SECONDS ? check - SECONDS : 1)) && [ "$LLMHUB_RANK_FAILED" -eq 0 ]; do
+        [ "$SECONDS" -ge "$check" ] || continue
+        check=$((SECONDS + interval))
+        [ "$interval" -eq 3600 ] || llmhub_check_progress || return 0
+    done
+    llmhub_judge "the step ended"
 }
 
 # Everything after vec-inf's own setup, which has set server_port_number and
@@ -439,12 +527,17 @@ llmhub_judge() { # FALLBACK
 llmhub_serve() {
     set -u
     llmhub_publish_address
-    llmhub_find_port
-    llmhub_readiness_budget
-    llmhub_say_topology
-    llmhub_start_step
-    llmhub_await_ranks
-    llmhub_await_server
-    while llmhub_listen 3600 && [ "$LLMHUB_RANK_FAILED" -eq 0 ]; do :; done
-    llmhub_judge "the step ended"
+    while :; do
+        llmhub_find_port
+        llmhub_readiness_budget
+        llmhub_say_topology
+        llmhub_start_step
+        llmhub_await_ranks
+        llmhub_await_server
+        llmhub_watch
+        # a restart: same allocation, API port and address, and nothing else of the old
+        LLMHUB_READY=0
+        LLMHUB_RANK_FAILED=0
+        llmhub_make_attempt
+    done
 }
