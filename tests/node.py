@@ -30,7 +30,18 @@ from app.utils.vec_inf_multinode import MultinodeScriptGenerator, MultinodeSetti
 STUBS = support.TESTS / "stubs" / "node"
 # All that the scripts may use besides bash itself and the stand-ins.
 TOOLS = ("awk", "bash", "cat", "cut", "date", "env", "flock", "grep", "jq", "mkdir")
-TOOLS += ("mv", "realpath", "rm", "sed", "sleep", "sort", "stat", "tail", "tee")
+TOOLS += (
+    "mv",
+    "realpath",
+    "rm",
+    "sed",
+    "sleep",
+    "sort",
+    "stat",
+    "tail",
+    "tee",
+    "timeout",
+)
 
 IMAGE = support.ENVIRONMENT["paths"]["vllm_image_path"]
 MODEL = "two-nodes"
@@ -185,7 +196,7 @@ class Node:
             "STUB_PYTHON": sys.executable,
             "STUB_NODES": ",".join(nodes),
             "STUB_GPUS": "0,1,2,3",
-            "STUB_UNAME": nodes[0],
+            "STUB_NODE": nodes[0],
         }
 
     def calls(self, name: str, rank: str = "*") -> list[Call]:
@@ -215,7 +226,7 @@ class Node:
         return [json.loads(line) for line in lines]
 
     def processes(self) -> list[int]:
-        """Every process that this machine still runs, by the mark in its environment."""
+        """Every process that is still there, by the mark in its environment."""
         mark = os.fsencode(f"STUB_ETC={self.etc}\0")
         found = []
         for entry in os.scandir("/proc"):
@@ -365,7 +376,8 @@ class Run:
         )
         self.job_dir = Path(self.params["log_dir"], f"{MODEL}.{JOB_ID}")
         self.job_dir.mkdir(parents=True)
-        Path(self.params["work_dir"]).mkdir(parents=True, exist_ok=True)
+        if os.path.isabs(self.params["work_dir"]):
+            Path(self.params["work_dir"]).mkdir(parents=True, exist_ok=True)
         self.notes: dict[str, Any] = {}
         self.process: Optional[subprocess.Popen[bytes]] = None
         self.status: Optional[int] = None

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -345,14 +344,6 @@ def selected(request: Any, name: str) -> list[Any]:
         if name in item.callspec.params
     ]
     return list(dict.fromkeys(values))
-
-
-def until(condition: Any, seconds: float = 10) -> None:
-    """Wait for a condition, for a limited time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 if __name__ == "__main__":

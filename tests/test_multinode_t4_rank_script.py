@@ -8,10 +8,11 @@ import json
 import os
 import re
 import signal
-import socket
 import stat
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,14 @@ from node import (
     MASTER,
     MODEL,
     SERVE,
+    SRC_DIR,
     STAY,
+    STUBS,
+    TOOLS,
     Case,
     JobCase,
     JobRun,
+    Node,
     RankCase,
     rendezvous_base,
     watch_argv,
@@ -49,9 +54,11 @@ def pool(request, tmp_path_factory):
         if item.module is request.module and hasattr(item, "callspec")
     ]
     # the long ones first
-    cases = sorted(set(cases), key=lambda case: not isinstance(case, JobCase))
+    cases = sorted(
+        set(cases), key=lambda case: (isinstance(case, RankCase), case.during is None)
+    )
     top = tmp_path_factory.mktemp("t4")
-    with ThreadPoolExecutor(8) as executor:
+    with ThreadPoolExecutor(10) as executor:
         yield {
             case: executor.submit(case.start, top / str(number) / "root")
             for number, case in enumerate(cases)
@@ -334,19 +341,20 @@ def test_barrier_takes_one_word_only(run, word):
 
 
 def term_at_barrier(run):
-    """Cancel a rank that waits for the others."""
+    """Cancel a rank that waits for the others, and see how long it stays."""
     run.wait_for(run.marker.exists)
     time.sleep(0.2)
     os.killpg(run.process.pid, signal.SIGTERM)
-    run.notes["at"] = time.monotonic()
+    with suppress(subprocess.TimeoutExpired):
+        run.notes["status"] = run.process.wait(5)
+    run.process.kill()
 
 
-@case(RankCase(stdin=None, during=term_at_barrier, limit=8))
+@case(RankCase(stdin=None, during=term_at_barrier))
 def test_cancelled_at_the_barrier(run):
-    """A rank that still waits ends at once, without an error line."""
+    """A rank that still waits ends soon, without an error line."""
+    assert run.notes.get("status", 0) != 0
     assert "LLMHUB-ERROR" not in run.err
-    assert run.status not in (0, None)
-    assert run.seconds < 5
     assert run.node.calls("apptainer") == []
 
 
@@ -841,29 +849,29 @@ def test_ss_missing(run):
     assert run.notes["status"] == "RUNNING"
 
 
-def all_ports_but_one(run):
-    """Let ss list every port of the search but one."""
-    base = run.knobs["rdzv_port"]
-    run.notes["free"] = base + 3
-    sockets = ["[::]:{}", "*:{}", "0.0.0.0:{}", "[::ffff:10.0.0.1]:{}"]
-    lines = [
-        f"LISTEN 0 128 {sockets[port % 4].format(port)} 0.0.0.0:*\n"
-        for port in range(base, base + 9)
-        if port != base + 3
-    ]
-    run.node.say("ss", "".join(lines))
+def all_ports_but(number):
+    """Let ss list every port of a search but one."""
+
+    def before(run):
+        base = run.knobs["rdzv_port"]
+        sockets = ["[::]:{}", "*:{}", "0.0.0.0:{}", "[::ffff:10.0.0.1]:{}"]
+        lines = [
+            f"LISTEN 0 128 {sockets[port % 4].format(port)} 0.0.0.0:*\n"
+            for port in range(base, base + 9)
+            if port != base + number
+        ]
+        run.node.say("ss", "".join(lines))
+
+    return JobCase(knobs={"port_scan_max": 8}, before=before, say=STEP_FAILS)
 
 
-@case(JobCase(knobs={"port_scan_max": 8}, before=all_ports_but_one, say=STEP_FAILS))
-def test_port_in_use(run):
+@cases(
+    "number",
+    {f"all-but-{number}": (all_ports_but(number), number) for number in (0, 3, 8)},
+)
+def test_port_in_use(run, number):
     """A port that is in use, on any address, is not taken."""
-    assert run.master_port == run.notes["free"]
-
-
-def only_ephemeral(run):
-    """Start the port search inside the kernel's ephemeral range."""
-    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    run.notes["low"] = int(text.split()[0])
+    assert run.master_port == run.knobs["rdzv_port"] + number
 
 
 def ephemeral_low():
@@ -909,18 +917,24 @@ def test_two_jobs_on_a_node(run):
     assert other.master_port != run.master_port
 
 
-@case(
-    JobCase(
-        knobs={"rdzv_port": SHARED_BASE + 1_000},
-        environ={"SLURM_RESTART_COUNT": "1"},
-        say=STEP_FAILS,
-    )
-)
+class TwoAttempts(JobCase):
+    """A job that ends at once, and the same job started again."""
+
+    def start(self, root):
+        """Return the runs of both attempts."""
+        knobs = {"rdzv_port": rendezvous_base()}
+        again = {"SLURM_RESTART_COUNT": "1"}
+        return [
+            JobCase(knobs=knobs, say=STEP_FAILS, environ=environ).start(root / name)
+            for name, environ in (("first", {}), ("second", again))
+        ]
+
+
+@case(TwoAttempts())
 def test_attempts_have_ports_of_their_own(run):
-    """A second attempt does not start where the first did."""
-    count = 65
-    first = run.knobs["rdzv_port"] + JOB_ID % count
-    assert run.master_port != first
+    """What is left of the first attempt cannot meet the second."""
+    first, second = run
+    assert first.master_port != second.master_port
 
 
 # ---------------------------------------------------------------- readiness
@@ -1132,9 +1146,9 @@ def test_budget_within_slurms_end_time(run):
 # ---------------------------------------------------------------- failures
 
 
-def when_told(rank, status="exit 0"):
-    """An engine that ends when the test says so."""
-    return f'until [ -e "$STUB_ETC/end.{rank}" ]; do sleep 0.05; done\n{status}'
+def when_told(rank):
+    """An engine that ends with 0 when the test says so."""
+    return f'until [ -e "$STUB_ETC/end.{rank}" ]; do sleep 0.05; done'
 
 
 def end_after_ready(rank):
@@ -1166,11 +1180,6 @@ def test_rank_ends_with_0_while_serving(run):
     assert run.notes["left"] == []
 
 
-IGNORES_TERM = """
-trap : TERM
-until [ -e "$STUB_ETC/end.0" ]; do sleep 0.05; done
-(exit 0)
-"""
 SERVES_AND_IGNORES_TERM = """
 trap '' TERM
 exec "$STUB_PYTHON" -IS "$STUB_DIR/engine.py" "$@"
@@ -1230,16 +1239,143 @@ def test_failure_file(run):
     assert "CUDA out of memory" in log.read_text()
 
 
-@case(
-    JobCase(
-        engines={0: STAY, 1: when_told("x", "exit 0").replace("end.x", "ip.nid001")}
-    )
-)
+@case(JobCase(engines={0: STAY, 1: "exit 0"}))
 def test_rank_ends_with_0_in_start_up(run):
     """The job does not wait for a rank that is gone."""
     assert run.errors()[0].startswith("rank 1 on nid002 exited with status 0 after ")
     assert run.status == 1
     assert run.seconds < 12
+
+
+@case(JobCase(engines={0: SERVE, 1: "kill -9 $PPID; exec sleep 60"}))
+def test_rank_script_that_is_killed(run):
+    """A rank that can say nothing more is named all the same."""
+    (error,) = run.errors()
+    assert "nid002" in error
+    failure = run.failure()
+    assert (failure["rank"], failure["node"]) == (1, "nid002")
+    assert failure["signal"] == 9
+    assert run.notes["left"] == []
+    assert run.seconds < 12
+
+
+# ---------------------------------------------------------------- while serving
+
+
+def serve_for(seconds):
+    """Let a ready job go on for a while, and cancel it if it does."""
+
+    def during(run):
+        run.wait_for(run.ready)
+        with suppress(subprocess.TimeoutExpired):
+            run.process.wait(seconds)
+        run.notes["went on"] = run.process.poll() is None
+        run.cancel()
+
+    return during
+
+
+def serving(metrics, seconds, **knobs):
+    """A ready job whose server has these metrics."""
+    return JobCase(
+        knobs=knobs, say={"http.json": json.dumps(metrics)}, during=serve_for(seconds)
+    )
+
+
+@case(serving({"running": 2}, 15, stall_timeout=2))
+def test_stalled(run):
+    """Requests run and no token comes: a hung rank or a cut link."""
+    assert not run.notes["went on"]
+    (error,) = run.errors()
+    assert "no token for " in error
+    assert run.failure()["message"] == error
+    assert run.status == 1
+    assert run.notes["left"] == []
+
+
+@cases(
+    "why",
+    {
+        "tokens-come": (
+            serving({"running": 2, "moving": True}, 4.5, stall_timeout=2),
+            "",
+        ),
+        "idle": (serving({"running": 0}, 4.5, stall_timeout=2), ""),
+        "switched-off": (serving({"running": 2}, 4.5, stall_timeout=0), ""),
+    },
+)
+def test_not_stalled(run, why):
+    """A server that works, or has nothing to do, is left alone."""
+    assert run.notes["went on"]
+    assert run.errors() == []
+
+
+@case(serving({"running": 0}, 4, idle_probe=1, stall_timeout=0))
+def test_idle_probe(run):
+    """An idle server is asked for a token now and then."""
+    assert run.notes["went on"]
+    posts = [r for r in run.node.requests() if r["method"] == "POST"]
+    assert len(posts) >= 2
+
+
+def hang_when_ready(run):
+    """Let the server hang once it is ready."""
+    run.wait_for(run.ready)
+    run.node.say("http.json", '{"running": 0, "hang": true}')
+    with suppress(subprocess.TimeoutExpired):
+        run.process.wait(15)
+
+
+@case(
+    JobCase(knobs={"idle_probe": 1, "stall_timeout": 0}, during=hang_when_ready),
+)
+def test_idle_probe_without_answer(run):
+    """An idle server that no longer answers fails the job."""
+    (error,) = run.errors()
+    assert "idle server did not answer" in error
+    assert run.status == 1
+    assert run.notes["left"] == []
+
+
+def end_twice(run):
+    """Let a rank end while the job serves, and again after its restart."""
+    run.wait_for(run.ready)
+    run.node.say("end.1", "")
+    run.wait_for(lambda: len(run.lines("RESTART")) == 1)
+    run.wait_for(lambda: len(run.lines("READY")) == 2)
+    run.notes["status"] = run.server_status()
+    run.notes["ports"] = [
+        line.rpartition(":")[2] for line in run.lines("TOPOLOGY") if "master=" in line
+    ]
+    run.node.say("end.2", "")
+    run.process.wait(20)
+
+
+# the second life of rank 1 waits for another word
+TWICE = """
+word=end.1
+[ ! -e "$STUB_LOG/lived" ] || word=end.2
+: >"$STUB_LOG/lived"
+until [ -e "$STUB_ETC/$word" ]; do sleep 0.05; done
+"""
+
+
+@case(
+    JobCase(knobs={"max_restarts": 1}, engines={0: SERVE, 1: TWICE}, during=end_twice)
+)
+def test_restart(run):
+    """A step that fails while serving is started again, as often as is allowed."""
+    assert run.notes["status"] == "RUNNING"
+    assert run.lines("RESTART")[0].startswith("1 of 1: rank 1 on nid002 exited")
+    first, second = run.notes["ports"]
+    assert first != second
+    assert run.job_dir.joinpath("attempt-1").is_dir()
+    assert len(list(run.job_dir.rglob("rank-1.nid002.err"))) == 2
+    (error,) = run.errors()
+    assert error.startswith("rank 1 on nid002 exited with status 0 after ")
+    assert run.failure()["attempt"] == "attempt-1"
+    assert run.status == 1
+    assert run.notes["left"] == []
 
 
 BENIGN = """
@@ -1313,9 +1449,6 @@ def test_submitted_from_inside_a_job(run):
     assert run.notes["status"] == "RUNNING"
 
 
-CANARY = "$(:>{0}/ran)`:>{0}/ran`;:>{0}/ran;'\"$HOME"
-
-
 class HostilePaths(JobCase):
     """A job each of whose paths would run something as shell text."""
 
@@ -1324,8 +1457,6 @@ class HostilePaths(JobCase):
         odd = "a b'\"`:>ran`$(:>ran);\\"
         source = Path(root).parent / f"source {odd}"
         source.mkdir(parents=True)
-        from node import SRC_DIR
-
         source.joinpath("find_port.sh").write_bytes(
             Path(SRC_DIR, "find_port.sh").read_bytes()
         )
@@ -1367,12 +1498,24 @@ def test_references_in_bind(run):
     assert not [bind for bind in binds if bind.startswith(":")]
 
 
+@case(
+    JobCase(
+        params={"work_dir": "$WORK/dir"},
+        environ={"WORK": "{root}/w"},
+        during=when_ready,
+    )
+)
+def test_reference_in_work_dir(run):
+    """It is expanded wherever the directory is used."""
+    work = f"{run.root}/w/dir"
+    container = run.node.container(1)
+    assert f"{work}/.vec-inf-cache:{run.node.home}/.cache" in container.binds
+    assert container.container_env("TRITON_CACHE_DIR").startswith(f"{work}/")
+    assert not [bind for bind in container.binds if "$" in bind]
+
+
 def test_stand_ins_cover_the_path(tmp_path):
     """Nothing real is on PATH but the listed tools."""
-    from node import STUBS, TOOLS, Node
-
     stubs = {path.name for path in STUBS.iterdir() if os.access(path, os.X_OK)}
     found = {path.name for path in Node(tmp_path / "node").path.iterdir()}
     assert found == stubs | set(TOOLS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))

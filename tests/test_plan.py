@@ -169,6 +169,13 @@ def test_each_axis_is_derived_on_its_own():
     assert sizes_of(found) == [(4, "catalog"), (2, "derived")]
 
 
+def test_catalog_sizes_of_another_allocation():
+    args = {plan.TENSOR: 4, plan.PIPELINE: 2}
+    params = {"num_nodes": 4, "gpus_per_node": 4, "engine_args": args}
+    found = plan.plan_parallelism(params, {}, {"num_nodes": 2, "gpus_per_node": 4})
+    assert sizes_of(found) == [(4, "derived"), (4, "derived")]
+
+
 def test_data_parallel_counts(login):
     request = login.request(vllm_args="-dp=2,-tp=4,-pp=1")
     found = MultinodeLauncher("two-nodes", request).parallelism
@@ -347,6 +354,9 @@ DEFAULTS = {
     "port_scan_max": 64,
     "symm_mem": "0",
     "ready_probe": "completion",
+    "stall_timeout": 300,
+    "idle_probe": 0,
+    "max_restarts": 0,
 }
 # a value other than the default, as text and as read
 GOOD = {
@@ -358,6 +368,9 @@ GOOD = {
     "port_scan_max": ("1", 1),
     "symm_mem": ("1", "1"),
     "ready_probe": ("health", "health"),
+    "stall_timeout": ("0", 0),
+    "idle_probe": ("600", 600),
+    "max_restarts": ("3", 3),
 }
 BAD = {
     "server_timeout": ["-1", "1.5", "soon", "1h", "1e3", "inf"],
@@ -368,6 +381,9 @@ BAD = {
     "port_scan_max": ["0", "-1", "99999", "x"],
     "symm_mem": ["2", "true", "yes"],
     "ready_probe": ["none", "Health"],
+    "stall_timeout": ["-1", "x"],
+    "idle_probe": ["-1", "0.5"],
+    "max_restarts": ["-1", "always"],
 }
 
 
@@ -445,6 +461,8 @@ OWNED += ["--master-addr=a", "--master_addr=a", "--master-port=1", "--master_por
 OWNED += ["--headless", "--distributed-executor-backend=ray", "--host=h", "--port=1"]
 OWNED += ["--distributed_executor_backend=mp", "--headless=True"]
 OWNED += ["--api-key=secret", "--api_key=secret", "--api-key secret"]
+# vLLM's parser takes any unambiguous beginning of an option for the option
+OWNED += ["--node-ra=0", "--master-p=1", "--distributed-exec=ray", "--api-k=secret"]
 
 
 @pytest.mark.parametrize("typed", OWNED)
@@ -564,8 +582,8 @@ def test_refusal_of_an_engine_that_nothing_serves(nothing_happens, way):
         else:
             MultinodeClient().launch_model("one-node", options)
     assert str(refused.value) == (
-        "Engine 'tgi' cannot serve one-node over 2 nodes: vllm, sglang can. Ask for one "
-        "node or another engine."
+        "Engine 'tgi' cannot serve one-node over 2 nodes: vllm, sglang can. Ask for "
+        "one node or another engine."
     )
 
 
@@ -839,3 +857,36 @@ def test_two_launches_of_one_launcher_class_share_nothing(login):
     second = MultinodeLauncher("two-nodes", login.request(vllm_args="--seed=1"))
     assert (first.params["env"], second.params["env"]) == ({"A": "1"}, {})
     assert "--seed" not in first.params["engine_args"]
+
+
+# ---------------------------------------------------------------- status
+
+FAILURE = json.dumps({"message": "rank 1 on nid002 exited with status 1", "rank": 1})
+CAUSE = "LLMHUB-ERROR: rank 1 on nid002 exited with status 1"
+# state of the job, failure.json, status and reason where they are not vec-inf's own
+STATES = {
+    "failed": ("FAILED", FAILURE, ("FAILED", CAUSE)),
+    "failed without a cause": ("FAILED", None, None),
+    "completed": ("COMPLETED", None, None),
+    "half written": ("FAILED", FAILURE[:10], None),
+    "no object": ("FAILED", "[]", None),
+    "requeued": ("PENDING", FAILURE, None),
+    "of vec-inf's own job": ("CANCELLED", None, None),
+}
+
+
+@pytest.mark.parametrize("state, failure, ours", STATES.values(), ids=STATES)
+def test_status(login, state, failure, ours):
+    job_dir = login.logs / "family/two-nodes.42"
+    job_dir.mkdir(parents=True)
+    if failure is not None:
+        job_dir.joinpath("failure.json").write_text(failure)
+    login.answer(
+        "scontrol.out",
+        f"JobId=42 JobName=two-nodes-vec-inf JobState={state} Reason=None "
+        f"StdOut={job_dir}/two-nodes.42.out",
+    )
+    wanted = asdict(VecInfClient().get_status("42"))
+    if ours:
+        wanted["server_status"], wanted["failed_reason"] = ours
+    assert asdict(MultinodeClient().get_status("42")) == wanted

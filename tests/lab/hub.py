@@ -39,7 +39,7 @@ def launch(model, options, environ):
 def status(job, ours=False):
     found = (multinode if ours else plain).get_status(job)
     return {
-        "server": found.server_status.value,
+        "server": str(getattr(found.server_status, "value", found.server_status)),
         "job": str(getattr(found.job_state, "value", found.job_state)),
         "reason": found.failed_reason and str(found.failed_reason),
         "url": found.base_url,

@@ -34,7 +34,7 @@ ALL_ENGINES = (ENGINE, "sglang")
 
 
 def _vec_inf(module: str, name: str, fallback: Any) -> Any:
-    """A member of whatever vec-inf is installed; the seam check reports a missing one."""
+    """A member of the installed vec-inf; the seam check reports a missing one."""
     try:
         return getattr(import_module(module), name)
     except Exception:
@@ -144,8 +144,8 @@ def _routes(client: Any, model_name: str, request: Mapping[str, Any]) -> bool:
     if route["num_nodes"] > 1 and route["engine"] not in engines:
         raise UnsupportedEngineError(
             f"Engine {route['engine']!r} cannot serve {model_name} over "
-            f"{route['num_nodes']} nodes: {', '.join(engines)} can. Ask for one node or "
-            "another engine."
+            f"{route['num_nodes']} nodes: {', '.join(engines)} can. Ask for one node "
+            "or another engine."
         )
     return is_multinode_vllm(route)
 
@@ -203,7 +203,7 @@ class MultinodeClient(_VecInfClient):
         return _dispatch(self, model_name, options, stock)
 
     def get_status(self, slurm_job_id: str) -> Any:
-        """Status as vec-inf's, but FAILED with its cause for a multi-node job that failed.
+        """Status as vec-inf's, but FAILED with its cause for a job of ours that failed.
 
         vec-inf alone says UNAVAILABLE, without a reason, once Slurm has ended a job.
         """

@@ -437,14 +437,14 @@ def refuse_unusable(params: Mapping[str, Any], site: Site) -> None:
 def _refuse_container(params: Mapping[str, Any], site: Site) -> None:
     if site.container_module != CONTAINER_MODULE:
         raise ContainerError(
-            f"The site's container module is {site.container_module!r}; multi-node jobs "
-            f"speak {CONTAINER_MODULE} only. Set containerization.module_name to "
+            f"The site's container module is {site.container_module!r}; multi-node "
+            f"jobs speak {CONTAINER_MODULE} only. Set containerization.module_name to "
             f"{CONTAINER_MODULE} in vec-inf's environment.yaml, or serve on one node."
         )
     if params["venv"] != site.container_module:
         raise ContainerError(
-            f"venv is {params['venv']!r}; a multi-node job runs in the container. Leave "
-            f"venv out or set it to {site.container_module!r}."
+            f"venv is {params['venv']!r}; a multi-node job runs in the container. "
+            f"Leave venv out or set it to {site.container_module!r}."
         )
 
 
@@ -462,8 +462,8 @@ def _values(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _refuse_unsafe(name: str, value: str) -> None:
     if len((value + ".").splitlines()) > 1 or "\0" in value:
         raise UnsafeValueError(
-            f"{name!s:.80} holds a line break or NUL: {value!r:.80}. Request values are "
-            "single lines."
+            f"{name!s:.80} holds a line break or NUL: {value!r:.80}. Request values "
+            "are single lines."
         )
     try:
         value.encode("utf-8")

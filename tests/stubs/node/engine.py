@@ -1,7 +1,8 @@
 """A server that answers as vLLM's would, or as badly as the test asks.
 
 ``http.json``, read at each request: ``health`` and ``completion`` (HTTP statuses),
-``hang`` (no answer to a completion), ``key`` (the API key that it wants).
+``hang`` (no answer to a completion), ``key`` (the API key that it wants), ``running``
+(requests that run, None for no metrics), ``moving`` (tokens come).
 """
 
 import json
@@ -15,15 +16,21 @@ from socketserver import TCPServer
 ETC, LOG = Path(os.environ["STUB_ETC"]), Path(os.environ["STUB_LOG"])
 
 
+METRICS = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="m"}} {0}
+vllm:num_requests_waiting{{engine="0",model_name="m"}} 0.0
+vllm:generation_tokens_total{{engine="0",model_name="m"}} {1}
+"""
+
+
 class Handler(BaseHTTPRequestHandler):
     """Two addresses of an OpenAI server."""
 
     def log_message(self, *args) -> None:
         """Say nothing."""
 
-    def answer(self, status: int) -> None:
+    def answer(self, status: int, body: bytes = b'{"object": "stub"}') -> None:
         """Send an answer with a body."""
-        body = b'{"object": "stub"}'
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -42,9 +49,15 @@ class Handler(BaseHTTPRequestHandler):
         return json.loads(ETC.joinpath("http.json").read_text())
 
     def do_GET(self) -> None:
-        """Answer /health."""
+        """Answer /health and /metrics."""
         config = self.note(b"")
-        self.answer(config.get("health", 200) if self.path == "/health" else 404)
+        if self.path == "/health":
+            self.answer(config.get("health", 200))
+        elif self.path == "/metrics" and config.get("running") is not None:
+            tokens = time.time() if config.get("moving") else 7
+            self.answer(200, METRICS.format(config["running"], tokens).encode())
+        else:
+            self.answer(404)
 
     def do_POST(self) -> None:
         """Answer /v1/completions."""

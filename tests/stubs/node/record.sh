@@ -3,15 +3,15 @@
 
 # Notes the argv, NUL after each item, in a file of this call's own.
 record() { # NAME [ARGUMENT...]
-    STUB_NAME=$1
+    stub_name=$1
     shift
-    STUB_CALL=$STUB_LOG/$STUB_NAME.${SLURM_PROCID-batch}.$BASHPID
-    : >"$STUB_CALL.argv"
-    [ $# -eq 0 ] || printf '%s\0' "$@" >>"$STUB_CALL.argv"
+    stub_call=$STUB_LOG/$stub_name.${SLURM_PROCID-batch}.$BASHPID
+    : >"$stub_call.argv"
+    [ $# -eq 0 ] || printf '%s\0' "$@" >>"$stub_call.argv"
 }
 
 # A stand-in that guesses would hide a call that the real command refuses.
 refuse_call() { # [ARGUMENT...]
-    printf 'stub %s: not known: %s\n' "$STUB_NAME" "$*" | tee -a -- "$STUB_LOG/refused" >&2
+    printf 'stub %s: not known: %s\n' "$stub_name" "$*" | tee -a -- "$STUB_LOG/refused" >&2
     exit 97
 }

@@ -1,8 +1,8 @@
 """The one step of a job, as Slurm runs it, with all its tasks on this machine.
 
-What the real srun was seen to do and this one does: a bad exit kills the other tasks
-with SIGKILL at once, SIGTERM kills the step, each line of a task is labelled, stdin
-goes to every task, the status is the highest of the tasks'.
+What the real srun was seen to do and this one does: after a bad exit the other tasks
+get SIGTERM, and SIGKILL when KillWait is over; SIGTERM kills the step; each line of a
+task is labelled; stdin goes to every task; the status is the highest of the tasks'.
 """
 
 import json
@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+KILL_WAIT = 10
 ETC, LOG = Path(os.environ["STUB_ETC"]), Path(os.environ["STUB_LOG"])
 NODES = os.environ["STUB_NODES"].split(",")
 
@@ -87,11 +88,11 @@ def feed() -> None:
             return
 
 
-def kill_all() -> None:
-    """Kill what is left of each task, its own group only."""
+def signal_all(signum: int) -> None:
+    """Signal what is left of each task, its own group only."""
     for task in tasks.values():
         try:
-            os.killpg(task.pid, signal.SIGKILL)
+            os.killpg(task.pid, signum)
         except ProcessLookupError:
             pass
 
@@ -100,7 +101,7 @@ def on_term(signum, frame) -> None:
     """Take a signal for an order to end the step."""
     forced.set()
     say("srun: forcing job termination")
-    kill_all()
+    signal_all(signal.SIGKILL)
 
 
 def say(text: str) -> None:
@@ -155,6 +156,7 @@ def main() -> int:
             pumps += start(rank, "--label" in options, command)
     threading.Thread(target=feed, daemon=True).start()
     ended: dict[int, int] = {}
+    kill_at = float("inf")
     while not forced.is_set() and (absent or len(ended) < len(tasks)):
         for rank, task in tasks.items():
             if rank in ended or task.poll() is None:
@@ -168,13 +170,16 @@ def main() -> int:
                 else signal.strsignal(-task.returncode)
             )
             say(f"srun: error: {NODES[rank]}: task {rank}: {how}")
-            if options.get("--kill-on-bad-exit") == "1":
-                kill_all()
+            if options.get("--kill-on-bad-exit") == "1" and kill_at == float("inf"):
+                signal_all(signal.SIGTERM)
+                kill_at = time.monotonic() + KILL_WAIT
                 absent = []
+        if time.monotonic() > kill_at:
+            signal_all(signal.SIGKILL)
         time.sleep(0.02)
     for thread in pumps:
         thread.join(1)
-    kill_all()
+    signal_all(signal.SIGKILL)
     codes = [task.wait() for task in tasks.values()]
     return max((code if code >= 0 else 128 - code) for code in codes)
 

@@ -1,0 +1,522 @@
+"""What is taken out of the package, and which tests must then go red.
+
+`test_removals.py` applies each row to a copy of the tree. The text must be found
+exactly once in its file, and what is left must still be readable: a row that only
+breaks the syntax proves nothing.
+"""
+
+from dataclasses import dataclass
+
+T1 = "test_multinode_t1_version_guard.py::"
+T2 = "test_multinode_t2_single_node.py::"
+T3 = "test_multinode_t3_shape.py::"
+T4 = "test_multinode_t4_rank_script.py::"
+T5 = "test_multinode_t5_seam.py::"
+PLAN = "test_plan.py::"
+
+NO_LAUNCH = T1 + "test_no_multi_node_launch"
+OURS = T2 + "test_multi_node_vllm_is_ours"
+VEC_INFS = T2 + "test_everything_else_is_vec_infs"
+STEP = T3 + "test_the_step_as_it_was_started"
+ENGINE = T3 + "test_the_engine_of_each_rank"
+OUTER_JOB = T4 + "test_submitted_from_inside_a_job[run]"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One row.
+
+    Parameters
+    ----------
+    name : str
+        What is missed.
+    file : str
+        File below the package.
+    old, new : str
+        Text that is taken out, and what takes its place.
+    tests : tuple of str
+        Node ids below ``tests/``; each of them must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def row(name: str, file: str, old: str, new: str, *tests: str) -> Removal:
+    """One row of the table."""
+    return Removal(name, file, old, new, tests)
+
+
+LAUNCHER, SEAM, RENDER = "launcher.py", "seam.py", "render.py"
+BATCH, RANK, COMMON = "scripts/batch.sh", "scripts/rank.sh", "scripts/common.sh"
+SUBMIT = "scripts/submit.sh"
+
+REMOVALS = [
+    # ------------------------------------------------------------ T1
+    row(
+        "the check",
+        LAUNCHER,
+        "    if not report.ok:\n        raise SeamError(report.message())\n",
+        "    del report\n",
+        f"{NO_LAUNCH}[version]",
+        f"{NO_LAUNCH}[no-metadata]",
+    ),
+    row(
+        "the version",
+        SEAM,
+        "return self.installed == self.required and not self.missing",
+        "return not self.missing",
+        f"{NO_LAUNCH}[version]",
+        f"{NO_LAUNCH}[no-metadata]",
+    ),
+    row(
+        "the members",
+        SEAM,
+        "return self.installed == self.required and not self.missing",
+        "return self.installed == self.required",
+        f"{NO_LAUNCH}[method]",
+        f"{NO_LAUNCH}[method-without-callers]",
+    ),
+    row(
+        "the launcher's own check",
+        LAUNCHER,
+        "        _require_vec_inf()\n        self.settings =",
+        "        self.settings =",
+        f"{NO_LAUNCH}[version]",
+    ),
+    row(
+        "all but one missing member",
+        SEAM,
+        'text += " Missing or changed: " + "; ".join(self.missing) + "."',
+        'text += " Missing or changed: " + self.missing[0] + "."',
+        f"{NO_LAUNCH}[two]",
+    ),
+    row(
+        "the installed version in the message",
+        SEAM,
+        "f\"found {self.installed or 'none'}; nothing was submitted.\"",
+        '"found another; nothing was submitted."',
+        f"{NO_LAUNCH}[version]",
+        f"{NO_LAUNCH}[no-metadata]",
+    ),
+    row(
+        "an import that never fails",
+        LAUNCHER,
+        "    try:\n        return getattr(import_module(module), name)\n"
+        "    except Exception:\n        return fallback\n",
+        "    return getattr(import_module(module), name)\n",
+        T1 + "test_the_report_names_every_missing_member[launcher-class]",
+        T1 + "test_import_without_a_usable_vec_inf[no-vec-inf]",
+    ),
+    row(
+        "single-node launches on another vec-inf",
+        LAUNCHER,
+        "    stock = partial(client.launch_model, model_name, options=options)\n",
+        "    _require_vec_inf()\n"
+        "    stock = partial(client.launch_model, model_name, options=options)\n",
+        T1 + "test_single_node_launches_as_before[version]",
+    ),
+    row(
+        "the parameters of members",
+        SEAM,
+        "return self._wrong_parameters(value) or self._wrong_keys(value)",
+        "return self._wrong_keys(value)",
+        T1 + "test_the_report_names_every_missing_member[parameter]",
+        T5 + "test_a_parameter_that_is_renamed_is_named",
+    ),
+    row(
+        "the keys of members",
+        SEAM,
+        "return self._wrong_parameters(value) or self._wrong_keys(value)",
+        "return self._wrong_parameters(value)",
+        T1 + "test_the_report_names_every_missing_member[template-key]",
+        T5 + "test_a_key_that_is_renamed_is_named",
+    ),
+    # ------------------------------------------------------------ T2
+    row(
+        "routing: everything",
+        LAUNCHER,
+        "    return is_multinode_vllm(route)\n",
+        "    return True\n",
+        f"{VEC_INFS}[venv]",
+    ),
+    row(
+        "routing: nothing",
+        LAUNCHER,
+        "    return is_multinode_vllm(route)\n",
+        "    return False\n",
+        f"{OURS}[no-module-command]",
+    ),
+    row(
+        "routing: the engine",
+        "plan.py",
+        'return int(params["num_nodes"]) > 1 and (params.get("engine") or ENGINE) == '
+        "ENGINE",
+        'return int(params["num_nodes"]) > 1',
+        f"{VEC_INFS}[venv]",
+        T2 + "test_the_launcher_is_vec_infs_for_other_params[two-nodes-sglang-given1]",
+    ),
+    row(
+        "routing: the catalog",
+        LAUNCHER,
+        "        entry = _catalog_entry(client, model_name, request)\n",
+        "        entry = None\n",
+        T2 + "test_multi_node_vllm_outside_the_container_is_refused",
+    ),
+    row(
+        "one warning only",
+        LAUNCHER,
+        '"warnings": SimpleNamespace(warn=lambda *args, **kwargs: None),',
+        "",
+        f"{VEC_INFS}[no-module-command]",
+    ),
+    row(
+        "the same options object",
+        LAUNCHER,
+        "    stock = partial(client.launch_model, model_name, options=options)\n",
+        "    same = type(options)(**vars(options)) if options else None\n"
+        "    stock = partial(client.launch_model, model_name, options=same)\n",
+        T2 + "test_routing_agrees_with_vec_inf[function-one-node-given0-False]",
+    ),
+    row(
+        "a copy of the request",
+        LAUNCHER,
+        "super().__init__(model_name, dict(kwargs or {}))",
+        "super().__init__(model_name, kwargs)",
+        PLAN + "test_nothing_of_the_caller_is_changed",
+    ),
+    row(
+        "vec-inf's script for other params",
+        LAUNCHER,
+        "        self.plan: Optional[LaunchPlan] = None\n"
+        "        if not is_multinode_vllm(params):\n            return\n",
+        "        self.plan: Optional[LaunchPlan] = None\n",
+        T2 + "test_the_generator_is_vec_infs_for_other_params[one-node-given0]",
+    ),
+    # ------------------------------------------------------------ T3
+    row(
+        "one step for all nodes",
+        BATCH,
+        '--nodes="$PLAN_NNODES" --ntasks="$PLAN_NNODES"',
+        '--nodes=1 --ntasks="$PLAN_NNODES"',
+        STEP,
+        T3 + "test_one_step_of_one_task_per_node",
+    ),
+    row(
+        "one step only",
+        BATCH,
+        "    coproc LLMHUB_CO {\n",
+        "    srun --nodes=1 --ntasks=1 true\n    coproc LLMHUB_CO {\n",
+        T3 + "test_one_step_of_one_task_per_node",
+    ),
+    row(
+        "kill-on-bad-exit",
+        BATCH,
+        "--kill-on-bad-exit=1 ",
+        "",
+        STEP,
+        T3 + "test_one_step_of_one_task_per_node",
+    ),
+    row("one task per node", BATCH, " --ntasks-per-node=1", "", STEP),
+    row("the CPUs of the step", BATCH, '"${cpus[@]}" ', "", STEP),
+    row(
+        "the rank script in the job directory",
+        BATCH,
+        "local script=$LLMHUB_ATTEMPT_DIR/rank.sh",
+        "local script=$PLAN_WORK_DIR/rank.sh",
+        STEP,
+        T3 + "test_one_step_of_one_task_per_node",
+    ),
+    row("mp", RANK, "        --distributed-executor-backend mp\n", "", ENGINE),
+    row(
+        "no Ray",
+        RANK,
+        "--distributed-executor-backend mp",
+        "--distributed-executor-backend ray",
+        ENGINE,
+        T3 + "test_no_ray",
+    ),
+    row("headless", RANK, "serve+=(--headless)", ":", f"{ENGINE}[1]"),
+    row(
+        "the number of nodes",
+        RANK,
+        '--nnodes "$PLAN_NNODES" ',
+        "",
+        ENGINE,
+    ),
+    row("the rank", RANK, '--node-rank "$RANK"', "--node-rank 0", f"{ENGINE}[1]"),
+    row("the master", RANK, '--master-addr "$LLMHUB_MASTER_ADDR" ', "", ENGINE),
+    row("the master port", RANK, '--master-port "$LLMHUB_MASTER_PORT"', "", ENGINE),
+    row("env -u FI_LOG_LEVEL", RANK, " env -u FI_LOG_LEVEL", "", ENGINE),
+    row(
+        "the deployment env",
+        RANK,
+        '*) export_to_container "$name" "$REPLY" ;;',
+        "*) ;;",
+        T3 + "test_the_deployment_env_of_each_rank",
+    ),
+    row(
+        "the deployment env on rank 1",
+        RANK,
+        '*) export_to_container "$name" "$REPLY" ;;',
+        '*) [ "$RANK" -ne 0 ] || export_to_container "$name" "$REPLY" ;;',
+        T3 + "test_the_deployment_env_of_each_rank[1]",
+    ),
+    row(
+        "NCCL's debug file",
+        RANK,
+        '        export_to_container NCCL_DEBUG_FILE "$directory/%h.%p"\n',
+        "",
+        T3 + "test_nccl_debug_goes_to_files",
+        T4 + "test_nccl_debug[nothing-set]",
+    ),
+    row(
+        "the mode of the batch script",
+        LAUNCHER,
+        "        return Path(path)\n",
+        "        Path(path).chmod(0o644)\n        return Path(path)\n",
+        T3 + "test_the_written_script",
+        PLAN + "test_a_launch",
+    ),
+    row(
+        "ranks' own variables left out",
+        "plan.py",
+        "env=tuple((k, v) for k, v in env.items() if k not in RANK_ENV),",
+        "env=tuple(env.items()),",
+        PLAN + "test_env_reaches_the_plan_exactly",
+    ),
+    # ------------------------------------------------------------ T4
+    row(
+        "interfaces by their whole name",
+        COMMON,
+        "!= prefix || number !~ /^[0-9]+$/) next",
+        "!= prefix) next",
+        T4 + "test_fabric[vlan-child-first]",
+        T4 + "test_refused_before_the_barrier[only-vlan-child]",
+    ),
+    row(
+        "link-local addresses",
+        COMMON,
+        r"address ~ /^(127|169\.254)\./ || ",
+        "",
+        T4 + "test_refused_before_the_barrier[only-link-local]",
+    ),
+    row(
+        "an exact NCCL interface list",
+        RANK,
+        "${PLAN_NCCL_SOCKET_IFNAME:-=$FABRIC_NAMES}",
+        "${PLAN_NCCL_SOCKET_IFNAME:-$FABRIC_NAMES}",
+        T4 + "test_fabric[by-number]",
+    ),
+    row(
+        "the GPU check",
+        RANK,
+        "trap forward_signal TERM INT HUP\ncheck_gpus\n",
+        "trap forward_signal TERM INT HUP\n",
+        T4 + "test_refused_before_the_barrier[few-gpus]",
+    ),
+    row(
+        "a failed step for an engine that ends with 0",
+        RANK,
+        "        STATUS=1\n",
+        "        :\n",
+        T4 + "test_status[zero]",
+    ),
+    row(
+        "a level that is set",
+        RANK,
+        "    if named_for_container NCCL_DEBUG; then\n",
+        "    if false; then\n",
+        T4 + "test_nccl_debug[level-of-job]",
+        T4 + "test_nccl_debug[level-of-apptainer]",
+    ),
+    row(
+        "variables of an outer job",
+        BATCH,
+        "    llmhub_forget_outer_job\n",
+        "",
+        OUTER_JOB,
+    ),
+    # ------------------------------------------------------------ T5
+    row(
+        "a member in the list",
+        SEAM,
+        '    Member(_CLIENT_VARS, "MODEL_READY_SIGNATURE"),\n',
+        "",
+        T5 + "test_everything_used_is_listed[launcher]",
+    ),
+    row(
+        "a renamed member",
+        SEAM,
+        '    _method(_UTILS, "run_bash_command", "command"),\n',
+        '    _method(_UTILS, "run_command", "command"),\n',
+        T5 + "test_the_list_is_in_force",
+        T5 + "test_a_member_exists",
+    ),
+    row(
+        "the mark of an overridden member",
+        SEAM,
+        '_method(_HELPER, "ModelLauncher.launch", overridden=True),',
+        '_method(_HELPER, "ModelLauncher.launch"),',
+        T5 + "test_what_is_overridden_is_marked_so",
+    ),
+    # ------------------------------------------------------------ quoting
+    row(
+        "quotes around a value",
+        RENDER,
+        'return f"{name}={shlex.quote(str(value))}"',
+        'return f"{name}={value}"',
+        PLAN + "test_assignments_are_data[a b]",
+        PLAN + "test_assignments_are_data[$(id)]",
+    ),
+    row(
+        "quotes around the values of an array",
+        RENDER,
+        "{' '.join(shlex.quote(str(value)) for value in values)}",
+        "{' '.join(str(value) for value in values)}",
+        PLAN + "test_assignments_are_data[a b]",
+        PLAN + "test_assignments_are_data_whatever_they_hold",
+    ),
+    row(
+        "quotes around a value for sbatch",
+        RENDER,
+        "    if _PLAIN_SBATCH_VALUE.fullmatch(value):\n        return value\n"
+        "    return ",
+        "    return value or ",
+        PLAN + 'test_sbatch_values[a b-"a b"]',
+    ),
+    row(
+        "line breaks",
+        "plan.py",
+        'if len((value + ".").splitlines()) > 1 or "\\0" in value:',
+        "if False:",
+        PLAN + "test_refusal_of_a_line_break[account-LF]",
+        PLAN + "test_refusal_of_a_line_break[env-NUL]",
+        PLAN + "test_refusal_of_a_line_break_at_the_end",
+    ),
+    # ------------------------------------------------------------ refusals
+    row(
+        "sizes that leave GPUs idle",
+        "plan.py",
+        "    _refuse_mismatch(plan)\n",
+        "",
+        PLAN + "test_refusal_of_idle_gpus",
+        PLAN + "test_refusal_of_a_mismatch",
+    ),
+    row(
+        "a typed size wins",
+        "plan.py",
+        '            return Axis(option, _size(option, typed[option]), "typed")\n',
+        "            pass\n",
+        PLAN + "test_sizes[typed tensor, more nodes]",
+    ),
+    row(
+        "a catalog size holds only for its own allocation",
+        "plan.py",
+        "if option in args and not (moved and derived):",
+        "if option in args:",
+        PLAN + "test_catalog_sizes_of_another_allocation",
+        PLAN + "test_sizes[more nodes]",
+    ),
+    row(
+        "owned args",
+        "plan.py",
+        "    if option in OWNED_ARGS:\n",
+        "    if False:\n",
+        PLAN + "test_refusal_of_owned_args[--nnodes=2]",
+        PLAN + "test_refusal_of_owned_args[-n 2]",
+    ),
+    row(
+        "secrets on the command line",
+        "plan.py",
+        "    if option in SECRET_ARGS:\n",
+        "    if False:\n",
+        PLAN + "test_refusal_of_owned_args[--api-key=secret]",
+    ),
+    row(
+        "the container",
+        "plan.py",
+        "    _refuse_container(params, site)\n    for",
+        "    for",
+        PLAN + "test_refusal_without_the_container",
+        PLAN + "test_refusal_of_another_container",
+        T2 + "test_multi_node_vllm_outside_the_container_is_refused",
+    ),
+    row(
+        "an engine that nothing serves",
+        LAUNCHER,
+        'if route["num_nodes"] > 1 and route["engine"] not in engines:',
+        "if False:",
+        PLAN + "test_refusal_of_an_engine_that_nothing_serves",
+    ),
+    row(
+        "the names of bad knobs",
+        "settings.py",
+        "            raise SettingsError(_explain(err, found)) from None\n",
+        "            raise\n",
+        PLAN + "test_a_bad_knob_is_named",
+    ),
+    row(
+        "the alias of a knob",
+        "settings.py",
+        "for prefix in (PREFIX, ALIAS_PREFIX):",
+        "for prefix in (PREFIX,):",
+        PLAN + "test_a_knob_is_read[LLMFLUX_-rdzv_port]",
+    ),
+    # ------------------------------------------------------------ submission
+    row("a held job", SUBMIT, "sbatch --hold", "sbatch", PLAN + "test_a_launch"),
+    row(
+        "the release",
+        LAUNCHER,
+        "            _release(self.slurm_job_id)\n",
+        "",
+        PLAN + "test_a_launch",
+    ),
+    row(
+        "the end of a job that was not released",
+        LAUNCHER,
+        "            self._undo()\n",
+        "",
+        PLAN + "test_release_fails",
+        PLAN + "test_sbatch_refuses",
+    ),
+    row(
+        "sbatch's id among other words",
+        SUBMIT,
+        "sed -n -E 's/.*Submitted batch job ([0-9]+).*/\\1/p' | tail -n 1",
+        "tail -n 1 | sed 's/.* //'",
+        PLAN + "test_a_queued_job_is_not_lost[cluster name]",
+    ),
+    row(
+        "the mode of the job's JSON",
+        SUBMIT,
+        '(umask 077 && : >"$directory/${directory##*/}.json")\n',
+        "",
+        PLAN + "test_a_launch",
+    ),
+    row(
+        "an outer job's variables at submission",
+        SUBMIT,
+        '        *) unset "$name" ;;\n',
+        "        *) ;;\n",
+        PLAN + "test_an_outer_job_is_not_passed_on",
+    ),
+    # ------------------------------------------------------------ status
+    row(
+        "the cause of a failure",
+        LAUNCHER,
+        "            status.failed_reason = cause\n",
+        "",
+        PLAN + "test_status[failed]",
+    ),
+    row(
+        "a requeued job's state",
+        LAUNCHER,
+        "if cause and status.server_status not in _HEALTHY:",
+        "if cause:",
+        PLAN + "test_status[requeued]",
+    ),
+]
