@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 STANDIN = Path(__file__).with_name("lab") / "standin"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def launch(lab, hub):
     """Return a function that launches over the stand-in; its jobs end with the test."""
     shutil.copytree(STANDIN, lab.dir / "standin", dirs_exist_ok=True)
@@ -32,6 +32,7 @@ def launch(lab, hub):
             env=",".join(word for word in words if word),
             bind=str(lab.dir / "standin"),
             cpus_per_task=2,
+            mem_per_node="1G",
             environ=environ,
             **{"time": "00:30:00", **options},
         )
@@ -70,12 +71,11 @@ def find(job, node, text):
 )
 def test_a_rank_that_ends_in_start_up_fails_the_job(launch, rank, status):
     """Any status, 0 included, before ready."""
-    words = {f"rank{rank}": f"exit={status} after=2", "rank0": "ready=never"}
-    words[f"rank{rank}"] += " ready=never"
+    words = {"rank0": "ready=never", "rank1": "ready=never"}
+    words[f"rank{rank}"] += f" exit={status} after=2"
     job = launch(**words)
-    job.wait_for({"FAILED"}, 60)
     reason = f"LLMHUB-ERROR: rank {rank} on nid00{rank + 1} exited with status {status}"
-    assert job.status()["reason"].startswith(reason)
+    assert job.failed().startswith(reason)
     job.wait_gone(10)
     assert job.state() == "FAILED"
     assert [line.startswith(reason) for line in errors(job)] == [True]
@@ -108,7 +108,6 @@ def test_benign_lines_do_not_fail_a_healthy_job(launch):
     assert job.log("err") == "INFO:     Application startup complete.\n"
     for log in job.log_dir.glob("ranks/*.err"):
         assert log.read_text().count("libfabric") == 2000
-    job.cancel()
 
 
 def test_the_rank_with_a_cause_is_named(launch):
@@ -117,7 +116,7 @@ def test_the_rank_with_a_cause_is_named(launch):
         rank0="ready=never exit=1 after=2",
         rank1="exit=1 after=2.4 say=torch.OutOfMemoryError:_CUDA_out_of_memory.",
     )
-    job.wait_for({"FAILED"}, 60)
+    job.failed(60)
     assert errors(job) == [
         f"LLMHUB-ERROR: rank 1 on nid002 exited with status 1 after "
         f"{failure(job)['seconds']}s: out of GPU memory"
@@ -129,8 +128,8 @@ def test_the_rank_with_a_cause_is_named(launch):
 def test_the_reason_survives_a_traceback_in_the_tail(launch):
     """vec-inf's reason is the error line, whatever the rank's stderr ends with."""
     job = launch(rank1="exit=1 after=2 noise=30", rank0="ready=never")
-    found = job.wait_for({"FAILED"}, 60)
-    assert found["reason"].startswith("LLMHUB-ERROR: rank 1 on nid002")
+    reason = job.failed(60)
+    assert reason.startswith("LLMHUB-ERROR: rank 1 on nid002")
 
 
 def slurmd(lab, node):
@@ -169,14 +168,13 @@ def test_a_late_rank_comes_up(launch, lab):
     finally:
         os.kill(pid, signal.SIGCONT)
     job.ready(90)
-    job.cancel()
 
 
 def test_a_rank_that_never_starts_is_said(launch, frozen_node):
     """The budget ends the job, vec-inf says FAILED, DIAG lines tell what was seen."""
     job = launch(environ={"LLMHUB_MN_RANK_START_TIMEOUT": "8"})
-    found = job.wait_for({"FAILED"}, 90)
-    assert "only 1 of 2 ranks started within 8s" in found["reason"]
+    reason = job.failed(90)
+    assert "only 1 of 2 ranks started within 8s" in reason
     frozen_node()
     diagnosis = [line for line in job.log("out").splitlines() if "LLMHUB-DIAG" in line]
     assert "LLMHUB-DIAG: ranks seen: 0" in diagnosis
@@ -186,8 +184,8 @@ def test_a_rank_that_never_starts_is_said(launch, frozen_node):
 def test_a_server_that_is_never_ready_is_said(launch):
     """The readiness budget ends the job."""
     job = launch(rank0="ready=never", environ={"LLMHUB_MN_SERVER_TIMEOUT": "5"})
-    found = job.wait_for({"FAILED"}, 60)
-    assert "server not ready within 5s" in found["reason"]
+    reason = job.failed(60)
+    assert "server not ready within 5s" in reason
     job.wait_gone(10)
 
 
@@ -200,7 +198,6 @@ def test_the_budget_is_clamped_to_the_walltime(launch):
         job.log("out"),
     )
     assert 90 <= int(clamp[1]) <= 108
-    job.cancel()
 
 
 @pytest.mark.parametrize("code", [500, 404])
@@ -208,11 +205,10 @@ def test_ready_means_an_answered_completion(launch, code):
     """A 5xx is not ready; a 4xx is alive, with a warning."""
     job = launch(rank0=f"code={code}", environ={"LLMHUB_MN_SERVER_TIMEOUT": "8"})
     if code == 500:
-        assert "not ready" in job.wait_for({"FAILED"}, 60)["reason"]
+        assert "not ready" in job.failed(60)
     else:
         job.ready()
         assert "answers the readiness request with HTTP 404" in job.log("out")
-    job.cancel()
 
 
 def test_a_killed_rank_script_fails_the_job(launch):
@@ -250,7 +246,6 @@ def test_a_requeued_job_comes_up_again(launch, lab):
     assert not errors(job)
     kept = sorted(path.name for path in job.log_dir.glob("ranks*"))
     assert kept == ["ranks", "ranks.before-attempt-1"]
-    job.cancel()
 
 
 def master_port(job):
@@ -309,16 +304,16 @@ def other_fabric(lab):
 def test_a_missing_fabric_interface_is_said(launch, other_fabric):
     """Rank 1 has no fabric, or only a VLAN child: named, and at once."""
     job = launch(environ={"LLMHUB_MN_HSN_IFACE": "xsn"})
-    found = job.wait_for({"FAILED"}, 60)
-    assert "no routable fabric IPv4 on nid002" in found["reason"]
+    reason = job.failed(60)
+    assert "no routable fabric IPv4 on nid002" in reason
     job.wait_gone(20)
 
 
 def test_no_fabric_on_the_head_node_is_said(launch):
     """Nothing is started without a master address."""
     job = launch(environ={"LLMHUB_MN_HSN_IFACE": "ib"})
-    found = job.wait_for({"FAILED"}, 60)
-    assert "no routable fabric IPv4 on nid001" in found["reason"]
+    reason = job.failed(60)
+    assert "no routable fabric IPv4 on nid001" in reason
 
 
 def test_a_job_directory_that_rank_1_cannot_write_is_said(launch, lab):
@@ -329,8 +324,8 @@ def test_a_job_directory_that_rank_1_cannot_write_is_said(launch, lab):
     lab.node_run("nid002", ["mount", "-o", "remount,ro,bind", logs], 10)
     try:
         job = launch(log_dir=str(logs.parent))
-        found = job.wait_for({"FAILED"}, 60)
-        assert re.search("rank 1 on nid002 cannot write .*/started/1", found["reason"])
+        reason = job.failed(60)
+        assert re.search("rank 1 on nid002 cannot write .*/started/1", reason)
         job.wait_gone(20)
     finally:
         lab.node_run("nid002", ["umount", logs], 10)
@@ -341,8 +336,8 @@ def test_a_missing_image_on_rank_1_is_said(launch, lab):
     lab.node_run("nid002", ["mount", "-t", "tmpfs", "tmpfs", lab.image], 10)
     try:
         job = launch(rank0="ready=never")
-        found = job.wait_for({"FAILED"}, 60)
-        assert re.search(r"rank 1 on nid002 exited with status 255", found["reason"])
+        reason = job.failed(60)
+        assert re.search(r"rank 1 on nid002 exited with status 255", reason)
         job.wait_gone(20)
     finally:
         lab.node_run("nid002", ["umount", lab.image], 10)
@@ -351,8 +346,8 @@ def test_a_missing_image_on_rank_1_is_said(launch, lab):
 def test_fewer_gpus_than_planned_is_said(launch):
     """Something changed --gres after planning."""
     job = launch(gpus_per_node=2, environ={"SBATCH_GRES": "gpu:1"})
-    found = job.wait_for({"FAILED"}, 60)
-    assert "has 1 GPU(s) (0), planned 2" in found["reason"]
+    reason = job.failed(60)
+    assert "has 1 GPU(s) (0), planned 2" in reason
     job.wait_gone(20)
 
 
@@ -375,7 +370,6 @@ def test_an_outer_job_changes_nothing(launch, lab):
     job.ready()
     step = lab.run(["scontrol", "show", "step", f"{job.number}.0"], timeout=20).stdout
     assert re.search(r"Nodes=2 CPUs=4 Tasks=2", step)
-    job.cancel()
 
 
 def test_a_stall_ends_the_job(launch, hub):
@@ -442,7 +436,7 @@ def test_a_step_that_was_not_ready_is_not_restarted(launch):
         rank1="exit=1 after=2",
         environ={"LLMHUB_MN_MAX_RESTARTS": "3"},
     )
-    job.wait_for({"FAILED"}, 60)
+    job.failed(60)
     job.wait_gone(20)
     assert "LLMHUB-RESTART" not in job.log("out")
 
@@ -465,6 +459,5 @@ def test_the_address_is_published_or_the_job_fails(launch, lab, failing):
     if failing == 6:
         job.ready(90)
     else:
-        found = job.wait_for({"FAILED"}, 120)
-        assert "could not write the server address" in found["reason"]
-    job.cancel()
+        reason = job.failed(120)
+        assert "could not write the server address" in reason

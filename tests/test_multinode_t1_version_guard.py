@@ -22,7 +22,7 @@ VEC_INF = SITE_PACKAGES / "vec_inf"
 # case: {name in vec-inf: its new name}
 RENAMED = {
     "method": {"_process_env_vars": "_parse_env_vars"},
-    "method-without-callers": {"shutdown_model": "stop_model"},
+    "status-method": {"get_status": "fetch_status"},
     "launcher-class": {"ModelLauncher": "Launcher"},
     "generator-class": {"SlurmScriptGenerator": "ScriptGenerator"},
     "generator-method": {"write_to_log_dir": "write_script"},

@@ -222,9 +222,7 @@ ROUTES = [
     ("custom", {"config": "custom.yaml", "num_nodes": 1, "vllm_args": "-pp=1"}, False),
     # vec-inf takes the args of the engine that they name, and leaves engine as it is
     ("one-node", {"sglang_args": "--context-length=9"}, False),
-    ("one-node", {"num_nodes": 2, "sglang_args": "--pp=2"}, True),
     ("one-node-sglang", {"num_nodes": 2, "vllm_args": "-pp=2"}, False),
-    ("two-nodes-sized", {"sglang_args": "--context-length=9"}, True),
     ("two-nodes-sglang", {"vllm_args": "-tp=4,-pp=2"}, False),
     ("one-node", {"config": "absent.yaml"}, None),
     ("two-nodes-sized", {"engine": "sglang", "vllm_args": "-pp=2"}, None),
@@ -293,6 +291,24 @@ def test_routing_agrees_with_vec_inf(catalogs, launch, name, given, multi_node):
         assert stock_calls == ([] if multi_node else [(name, options)])
         assert all(passed is options for _, passed in stock_calls)
     assert options == LaunchOptions(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "name, given",
+    [
+        ("one-node", {"num_nodes": 2, "sglang_args": "--pp=2"}),
+        ("two-nodes-sized", {"sglang_args": "--context-length=9"}),
+    ],
+)
+def test_args_of_another_engine_are_refused(catalogs, launch, name, given):
+    """vec-inf would render vLLM with SGLang's args, over Ray."""
+    from vec_inf.client import LaunchOptions
+
+    import app.utils.vec_inf_multinode as adapter
+
+    with pytest.raises(adapter.PlanError, match="set engine to 'sglang' too"):
+        launch[0](name, LaunchOptions(**catalogs.request(**given)))
+    assert catalogs.calls() == []
 
 
 @pytest.mark.parametrize(

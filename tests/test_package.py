@@ -147,7 +147,7 @@ def table(heading):
     text = README.read_text("utf-8")
     section = re.split(rf"^#+ {re.escape(heading)}$", text, flags=re.M)
     assert len(section) == 2, f"README has {len(section) - 1} headings {heading!r}"
-    rows = re.match(r".*?\n((?:\|.*\n)+)", section[1], re.S).group(1).splitlines()
+    rows = re.search(r"(?:^\|.*\n)+", section[1], re.M).group().splitlines()
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
 
 

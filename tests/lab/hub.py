@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import Lab
+from vec_inf.client._utils import is_server_running
 
 PROJECT = Path(__file__).resolve().parents[2]
 MODEL = "tiny-llama"
@@ -195,6 +196,22 @@ class Job:
     def ready(self, limit: float = 240) -> dict[str, Any]:
         """Wait for READY."""
         return self.wait_for({"READY"}, limit)
+
+    def failed(self, limit: float = 60) -> str:
+        """Wait for FAILED by our client; the reason by vec-inf's own scan of ``.err``.
+
+        vec-inf's client says FAILED only while Slurm still has the job running, which
+        may be for a moment.
+        """
+        deadline = time.monotonic() + limit
+        while (found := self.status(ours=True))["server"] != "FAILED":
+            assert time.monotonic() < deadline, f"found {found}\n{self.report()}"
+            time.sleep(0.5)
+        scan = is_server_running(self.model, self.number, str(self.log_dir))
+        assert isinstance(scan, tuple), f"vec-inf found {scan}\n{self.report()}"
+        status, reason = scan
+        assert status.value == "FAILED"
+        return reason
 
     def wait_gone(self, limit: float = 60) -> float:
         """Wait until the job is over and nothing of it runs; seconds it took."""

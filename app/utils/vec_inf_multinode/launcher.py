@@ -15,7 +15,13 @@ from typing import Any, Optional
 import yaml
 
 from . import render, seam
-from .errors import EnvFileError, SeamError, SubmitError, UnsupportedEngineError
+from .errors import (
+    EnvFileError,
+    PlanError,
+    SeamError,
+    SubmitError,
+    UnsupportedEngineError,
+)
 from .plan import (
     ENGINE,
     LaunchPlan,
@@ -56,6 +62,7 @@ _TEMPLATE: Any = _vec_inf(
 _models: Any = _vec_inf("vec_inf.client", "models", None)
 # States that a job is in again after a requeue, while an old failure.json may remain.
 _HEALTHY = ("PENDING", "LAUNCHING", "READY")
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 FAILURE_FILE = "failure.json"
 
 _SEAM = seam.inspect_vec_inf()
@@ -133,7 +140,7 @@ def _routes(client: Any, model_name: str, request: Mapping[str, Any]) -> bool:
     engines = tuple(getattr(_client_vars, "SUPPORTED_ENGINES", ALL_ENGINES))
     try:
         entry = _catalog_entry(client, model_name, request)
-        route = resolve_route(request, entry, engines)
+        route = resolve_route(request, entry)
     except (AttributeError, ImportError, TypeError):
         if not check_vec_inf().ok:
             raise SeamError(check_vec_inf().message()) from None
@@ -209,7 +216,8 @@ class MultinodeClient(_VecInfClient):
         """
         status = super().get_status(slurm_job_id)
         cause = _failure(Path(status.log_dir))
-        if cause and status.server_status not in _HEALTHY:
+        waiting = str(status.job_state) in _WAITING
+        if cause and not waiting and status.server_status not in _HEALTHY:
             status.server_status = _models.ModelStatus.FAILED
             status.failed_reason = cause
         return status
@@ -265,6 +273,11 @@ class MultinodeLauncher(_ModelLauncher):
         if not is_multinode_vllm(params):
             super()._validate_resource_allocation(params)
             return
+        if self.engine != ENGINE:
+            raise PlanError(
+                f"{self.engine}_args are given, but the engine of {self.model_name} is "
+                f"{ENGINE}; set engine to {self.engine!r} too, or give {ENGINE}_args."
+            )
         site = _site()
         params["engine_args"] = canonical_args(
             params["engine_args"], self.typed_args, site.short_to_long
@@ -309,8 +322,8 @@ class MultinodeLauncher(_ModelLauncher):
         """Leave neither a held job nor a script with secrets behind."""
         if self.slurm_job_id:
             _utils.run_bash_command(f"scancel {shlex.quote(self.slurm_job_id)}")
-        else:
-            self.slurm_script_path.unlink(missing_ok=True)
+        elif self.slurm_script_path.is_file():
+            self.slurm_script_path.unlink()
 
 
 class MultinodeScriptGenerator(_SlurmScriptGenerator):
@@ -430,7 +443,7 @@ def _env_file(path: str) -> list[str]:
 
 
 def _release(job_id: str) -> None:
-    _, stderr = _utils.run_bash_command(f"scontrol release {shlex.quote(job_id)}")
+    _, stderr = _utils.run_bash_command(render.release_command(job_id))
     if stderr:
         raise SubmitError(
             f"Job {job_id} was queued but could not be released, so it was cancelled: "

@@ -39,6 +39,10 @@ OWNED_ARGS = frozenset(
         "--distributed-executor-backend",
         "--host",
         "--port",
+        # would serve on a socket in place of the published address
+        "--uds",
+        # a file that could hold any of these
+        "--config",
     }
 )
 # A key on the command line is readable by every user of the node.
@@ -52,9 +56,10 @@ RANK_ENV = frozenset(
 _ENGINE_KEY = re.compile(r"--?[A-Za-z0-9][A-Za-z0-9_.-]*")
 # --name, --name=value, --name value; and -O3, -O{...}, where vLLM takes the value glued
 _ENGINE_OPTION = re.compile(
-    rf"(?P<key>{_ENGINE_KEY.pattern})(?:(?:\s*=\s*|\s+)(?P<value>.*))?"
+    rf"(?P<key>{_ENGINE_KEY.pattern})(?:(?:\s*=\s*|\s+)(?P<value>.*))?",
+    re.DOTALL,
 )
-_GLUED_OPTION = re.compile(r"(?P<key>-O)(?P<value>[\d{].*)")
+_GLUED_OPTION = re.compile(r"(?P<key>-O)(?P<value>[\d{].*)", re.DOTALL)
 _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -213,9 +218,7 @@ def is_multinode_vllm(params: Mapping[str, Any]) -> bool:
 
 
 def resolve_route(
-    request: Mapping[str, Any],
-    catalog: Optional[Mapping[str, Any]],
-    engines: tuple[str, ...],
+    request: Mapping[str, Any], catalog: Optional[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Work out ``engine`` and ``num_nodes`` as vec-inf's launcher would.
 
@@ -226,17 +229,10 @@ def resolve_route(
     catalog : mapping or None
         The model's entry, None for a model that is not in the catalog (vec-inf then
         takes one node and vLLM).
-    engines : tuple of str
-        Engines that vec-inf knows.
     """
     entry = catalog or {}
-    implied = [name for name in engines if request.get(f"{name}_args")]
-    engine = (
-        request.get("engine")
-        or (implied[0] if implied else None)
-        or entry.get("engine")
-        or ENGINE
-    )
+    # engine-specific args do not change the engine that vec-inf renders for
+    engine = request.get("engine") or entry.get("engine") or ENGINE
     num_nodes = request.get("num_nodes", entry.get("num_nodes", 1))
     return {"engine": engine, "num_nodes": int(num_nodes)}
 
@@ -460,29 +456,37 @@ def _values(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_unsafe(name: str, value: str) -> None:
+    # the value may be a secret and is not shown; a name may hold the line break itself
+    name = name if name.isprintable() else repr(name)
     if len((value + ".").splitlines()) > 1 or "\0" in value:
         raise UnsafeValueError(
-            f"{name!s:.80} holds a line break or NUL: {value!r:.80}. Request values "
-            "are single lines."
+            f"{name:.80} holds a line break or NUL; request values are single lines."
         )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise UnsafeValueError(f"{name} is not valid text: {value!r:.80}.") from None
+        raise UnsafeValueError(f"{name:.80} is not valid Unicode text.") from None
 
 
 def _refuse_option(option: str) -> None:
     if not _ENGINE_KEY.fullmatch(option):
         raise PlanError(f"vllm_args name {option!r:.80} is not an option of vLLM.")
-    if option in OWNED_ARGS:
+    if option in OWNED_ARGS or option.replace("--no-", "--", 1) in OWNED_ARGS:
         raise OwnedArgError(
-            f"{option} is set by the launcher for each rank; take it out of vllm_args."
+            f"{option} is for the launcher to set, rank by rank; take it out of "
+            "vllm_args."
         )
     if option in SECRET_ARGS:
         raise OwnedArgError(
             f"{option} on a command line is readable by every user of the node; give "
             "the key as VLLM_API_KEY in env."
         )
+    for full in sorted(OWNED_ARGS | SECRET_ARGS | {TENSOR, PIPELINE, *OTHER_AXES}):
+        # vLLM's parser completes the beginning of an option
+        if full.startswith(option) and option.startswith("--") and full != option:
+            raise OwnedArgError(
+                f"{option} may stand for {full}; write options of vllm_args in full."
+            )
 
 
 def engine_argv(engine_args: Mapping[str, Any]) -> tuple[str, ...]:

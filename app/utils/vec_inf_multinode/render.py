@@ -139,5 +139,18 @@ def epilogue() -> str:
 
 
 def submit_command(submit_script: str, script: str, job_dir_prefix: str) -> str:
-    """Shell command line that submits a script and prepares its job directory."""
-    return shlex.join(["bash", submit_script, script, job_dir_prefix])
+    """Shell command line that submits a script and prepares its job directory.
+
+    The script's own errors come through descriptor 3: bash itself may complain on
+    stderr, of a locale for instance, and vec-inf takes any word there for a failure.
+    """
+    command = shlex.join(["bash", submit_script, script, job_dir_prefix])
+    return f"{command} 3>&2 2>/dev/null"
+
+
+def release_command(job_id: str) -> str:
+    """Shell command line that releases a held job; words on stderr if it failed."""
+    return (
+        f"words=$(scontrol release {shlex.quote(job_id)} 2>&1) || "
+        'printf "%s\\n" "${words:-scontrol ended with status $?}" >&2'
+    )

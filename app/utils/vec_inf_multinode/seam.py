@@ -22,6 +22,7 @@ _TEMPLATES = "vec_inf.client._slurm_templates"
 _SLURM_VARS = "vec_inf.client._slurm_vars"
 _CLIENT_VARS = "vec_inf.client._client_vars"
 _UTILS = "vec_inf.client._utils"
+_CONFIG = "vec_inf.client.config"
 _MODELS = "vec_inf.client.models"
 _EXCEPTIONS = "vec_inf.client._exceptions"
 
@@ -100,7 +101,6 @@ MEMBERS: tuple[Member, ...] = (
         _API, "VecInfClient.launch_model", "model_name", "options", overridden=True
     ),
     _method(_API, "VecInfClient.get_status", "slurm_job_id", overridden=True),
-    _method(_API, "VecInfClient.shutdown_model", "slurm_job_id"),
     _method(_HELPER, "ModelLauncher.__init__", "model_name", "kwargs", overridden=True),
     _method(
         _HELPER,
@@ -153,7 +153,16 @@ MEMBERS: tuple[Member, ...] = (
     _method(_UTILS, "run_bash_command", "command"),
     Member(_EXCEPTIONS, "SlurmJobError"),
     Member(_MODELS, "ModelStatus.FAILED"),
-    Member(_MODELS, "StatusResponse"),
+    Member(
+        _MODELS,
+        "StatusResponse.__dataclass_fields__",
+        keys=("log_dir", "server_status", "failed_reason"),
+    ),
+    Member(
+        _CONFIG,
+        "ModelConfig.__annotations__",
+        keys=("model_name", "engine", "num_nodes", "gpus_per_node"),
+    ),
 )
 
 

@@ -61,7 +61,7 @@ llmhub_listen() { # SECONDS
     esac
     printf '%s\n' "$line" >>"$LLMHUB_ATTEMPT_DIR/step.log"
     case $line in
-        *'LLMHUB-ERROR: '* | *LLMHUB-END*stopping=0* | 'srun: error: '*': task'*)
+        *LLMHUB-REFUSED* | *LLMHUB-END*stopping=0* | 'srun: error: '*': task'*)
             LLMHUB_RANK_FAILED=1
             ;;
     esac
@@ -198,6 +198,7 @@ llmhub_readiness_budget() {
     local left
     LLMHUB_BUDGET=$PLAN_SERVER_TIMEOUT
     left=$(llmhub_seconds_left)
+    [ -z "$left" ] || [ "$left" -ge 10 ] || left=10
     if [ -n "$left" ] && [ "$LLMHUB_BUDGET" -gt $((left * 9 / 10)) ]; then
         LLMHUB_BUDGET=$((left * 9 / 10))
         llmhub_say "WARN: budget ${PLAN_SERVER_TIMEOUT}s exceeds the allocation; clamping to ${LLMHUB_BUDGET}s"
@@ -226,8 +227,8 @@ llmhub_prepare() {
     exec 3>&1 4>&2
     LLMHUB_HEAD_NODE=${SLURMD_NODENAME:-$(uname -n)}
     LLMHUB_JOB_DIR=$PLAN_LOG_DIR/$PLAN_MODEL_NAME.$SLURM_JOB_ID
-    LLMHUB_CACHE_DIR=$PLAN_WORK_DIR/.vec-inf-cache/vec-inf-multinode/$PLAN_MODEL_NAME
     LLMHUB_ATTEMPT_DIR=
+    llmhub_read_env
     llmhub_open_nap
     mkdir -p -- "$LLMHUB_JOB_DIR"
     exec 2>>"$LLMHUB_JOB_DIR/batch.log"
@@ -247,6 +248,7 @@ llmhub_prepare() {
     PLAN_BIND=$(printf '%s' "$REPLY" | awk -v RS=, '/^[^:]/ { printf "%s%s", comma, $0; comma = "," }')
     llmhub_expand "$PLAN_WORK_DIR"
     PLAN_WORK_DIR=$REPLY
+    LLMHUB_CACHE_DIR=$PLAN_WORK_DIR/.vec-inf-cache/vec-inf-multinode/$PLAN_MODEL_NAME
     # vec-inf's setup and a site's module command use variables that may be unset
     set +u
 }
@@ -437,9 +439,11 @@ llmhub_judge() { # FALLBACK
     # others may be ending of the same cause; and the signal that ended the step may be on
     # its way to this process too
     llmhub_listen_until 1
-    llmhub_nap 0.5
-    if line=$(grep -m 1 -o 'LLMHUB-ERROR: .*' -- "$step_log"); then
-        llmhub_fail "${line#LLMHUB-ERROR: }"
+    llmhub_nap 0.3
+    if line=$(grep -m 1 -o 'LLMHUB-REFUSED .*' -- "$step_log"); then
+        read -r _ rank node message <<<"$line"
+        node=${node#node=}
+        llmhub_fail "$message" "${rank#rank=}" "${node%:}" 1 '' "$SECONDS"
         return
     fi
     while read -r fields; do
@@ -458,8 +462,13 @@ llmhub_judge() { # FALLBACK
         return
     fi
     # a rank script that was itself killed says nothing: srun does
-    line=$(grep -m 1 -E -o 'srun: error: [^ ]+: tasks? [^:]+: .*' -- "$step_log")
-    llmhub_fail "$1${line:+: ${line#srun: error: }}" '' '' '' '' "$SECONDS" '' "$step_log"
+    message=$1
+    line=$(grep -m 1 -E '^srun: error: [^ ]+: task [0-9]+: ' -- "$step_log")
+    if [[ $line =~ ^srun:\ error:\ ([^ ]+):\ task\ ([0-9]+):\ (.*) ]]; then
+        node=${BASH_REMATCH[1]} rank=${BASH_REMATCH[2]}
+        message+=": rank $rank on $node: ${BASH_REMATCH[3]} (says srun; the rank script itself ended)"
+    fi
+    llmhub_fail "$message" "$rank" "$node" '' '' "$SECONDS" '' "$step_log"
 }
 
 # Prints the number of requests that run or wait, and then every counter that moves when
@@ -480,6 +489,10 @@ llmhub_progress() {
 llmhub_check_progress() {
     local requests moving
     read -r requests moving < <(llmhub_progress)
+    if [ -z "$LLMHUB_MOVING$requests" ]; then
+        # nothing to watch, with --disable-log-stats for instance
+        LLMHUB_ALIVE_AT=$SECONDS
+    fi
     if [ -n "$requests" ] && { [ "$moving" != "$LLMHUB_MOVING" ] || [ "$requests" -eq 0 ]; }; then
         # an idle server does not stall, but its idle time goes on
         [ "$moving" = "$LLMHUB_MOVING" ] || LLMHUB_MOVED_AT=$SECONDS

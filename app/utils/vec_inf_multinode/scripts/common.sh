@@ -16,17 +16,27 @@ llmhub_fabric() { # PREFIX
         }' | sort -n -k 1,1 | cut -d " " -f 2-
 }
 
-# Expands $NAME and ${NAME} in VALUE and nothing else; the result is in REPLY.
+# Keeps the environment that this script was given, apart from its own variables.
+llmhub_read_env() {
+    local entry
+    declare -g -A LLMHUB_ENV=()
+    while IFS= read -r -d '' entry; do
+        LLMHUB_ENV[${entry%%=*}]=${entry#*=}
+    done < <(env -0)
+}
+
+# Expands $NAME and ${NAME} in VALUE from the environment, and nothing else; the result
+# is in REPLY.
 llmhub_expand() { # VALUE
-    local llmhub_rest=$1 llmhub_done='' llmhub_name
+    local rest=$1 done='' name
     # shellcheck disable=SC2016 # a pattern that holds $, not an expansion
-    local llmhub_reference='\$(\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))'
-    while [[ $llmhub_rest =~ $llmhub_reference ]]; do
-        llmhub_name=${BASH_REMATCH[2]}${BASH_REMATCH[3]}
-        llmhub_done+=${llmhub_rest%%"${BASH_REMATCH[0]}"*}${!llmhub_name-}
-        llmhub_rest=${llmhub_rest#*"${BASH_REMATCH[0]}"}
+    local reference='\$(\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))'
+    while [[ $rest =~ $reference ]]; do
+        name=${BASH_REMATCH[2]}${BASH_REMATCH[3]}
+        done+=${rest%%"${BASH_REMATCH[0]}"*}${LLMHUB_ENV[$name]-}
+        rest=${rest#*"${BASH_REMATCH[0]}"}
     done
-    REPLY=$llmhub_done$llmhub_rest
+    REPLY=$done$rest
 }
 
 # A pipe that nothing writes to, for llmhub_nap.

@@ -12,15 +12,16 @@ STOPPING=0
 CHILD=
 
 refuse() { # MESSAGE
-    printf 'LLMHUB-ERROR: %s\n' "$1" >&2
+    printf 'LLMHUB-REFUSED rank=%s node=%s: %s\n' "$RANK" "$NODE" "$1" >&2
     exit 1
 }
 
 # A step without GPUs would load the model on the CPU, or die after minutes.
 check_gpus() {
     local devices
-    if [ -z "${CUDA_VISIBLE_DEVICES-}" ]; then
-        refuse "rank $RANK on $NODE has no GPUs: CUDA_VISIBLE_DEVICES is not set in the step; check the job's --gres"
+    # NoDevFiles is Slurm's word for none
+    if [ -z "${CUDA_VISIBLE_DEVICES-}" ] || [ "$CUDA_VISIBLE_DEVICES" = NoDevFiles ]; then
+        refuse "rank $RANK on $NODE has no GPUs: CUDA_VISIBLE_DEVICES is ${CUDA_VISIBLE_DEVICES:-not set} in the step; check the job's --gres"
     fi
     IFS=, read -r -a devices <<<"$CUDA_VISIBLE_DEVICES"
     if [ "${#devices[@]}" -lt "$PLAN_GPUS_PER_NODE" ]; then
@@ -163,9 +164,9 @@ set_container_env() {
 # On a signal: the container is told, and its end is no failure.
 forward_signal() {
     STOPPING=1
-    if [ -n "$CHILD" ]; then
-        kill -TERM "$CHILD" 2>/dev/null
-    fi
+    # still at the barrier: nothing to tell, and nobody to wait for
+    [ -n "$CHILD" ] || exit 143
+    kill -TERM "$CHILD" 2>/dev/null
 }
 
 run_container() { # sets STATUS
@@ -195,12 +196,19 @@ run_container() { # sets STATUS
         exec tee -a -- "$log.out"
     ) &
     CHILD=$!
+    # ends the container if this script is killed: orphans would serve on, and hold the
+    # step's output open, so that Slurm reports nothing for a minute
+    exec {LIFELINE}> >(
+        trap '' TERM INT HUP
+        read -r _ || kill -KILL "$CHILD" 2>/dev/null
+    )
     while :; do
         wait "$CHILD"
         STATUS=$?
         kill -0 "$CHILD" 2>/dev/null || break
         await_child
     done
+    printf 'over\n' >&"$LIFELINE"
 }
 
 # After a signal: a job that is cancelled gives its engine time to stop (about 4 s), one
@@ -221,8 +229,10 @@ await_child() {
 report_end() {
     local seconds=$SECONDS ended_at
     ended_at=$(date +%s.%3N)
-    # signals reach a step's processes one by one: the container may have been first
-    [ "$STOPPING" -eq 1 ] || llmhub_nap 0.3
+    # signals reach a step's processes one by one: the container may have been first. And
+    # srun ends the other ranks as soon as this one exits: one that is failing of the same
+    # cause gets the time to say so.
+    [ "$STOPPING" -eq 1 ] || llmhub_nap 0.7
     printf 'LLMHUB-END rank=%s node=%s status=%s seconds=%s at=%s stopping=%s\n' \
         "$RANK" "$NODE" "$STATUS" "$seconds" "$ended_at" "$STOPPING" >&2
     if [ "$STATUS" -eq 0 ] && [ "$STOPPING" -eq 0 ]; then
@@ -231,6 +241,7 @@ report_end() {
     fi
 }
 
+llmhub_read_env
 llmhub_open_nap
 trap forward_signal TERM INT HUP
 check_gpus

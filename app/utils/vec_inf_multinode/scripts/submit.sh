@@ -4,7 +4,7 @@
 # bare sbatch: vec-inf takes any stderr for a failure and the last word for the id, so a
 # warning or a banner would lose a queued job.
 #
-# usage: submit.sh SCRIPT JOB_DIR_PREFIX      (job directory: JOB_DIR_PREFIX.ID)
+# usage: submit.sh SCRIPT JOB_DIR_PREFIX 3>&2      (job directory: JOB_DIR_PREFIX.ID)
 set -u
 
 script=$1
@@ -14,7 +14,7 @@ prefix=$2
 # Where the cluster is stays known.
 for name in "${!SLURM_@}" "${!SRUN_@}"; do
     case $name in
-        SLURM_CONF | SLURM_CONF_SERVER | SLURM_JWT) ;;
+        SLURM_CONF | SLURM_CONF_SERVER | SLURM_CLUSTERS | SLURM_JWT) ;;
         *) unset "$name" ;;
     esac
 done
@@ -23,7 +23,7 @@ words=$(sbatch --hold "$script" 2>&1)
 status=$?
 id=$(printf '%s\n' "$words" | sed -n -E 's/.*Submitted batch job ([0-9]+).*/\1/p' | tail -n 1)
 if [ "$status" -ne 0 ] || [ -z "$id" ]; then
-    printf '%s\n' "${words:-sbatch ended with status $status and no message}" >&2
+    printf '%s\n' "${words:-sbatch ended with status $status and no message}" >&3
     exit 1
 fi
 
