@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 LAB := $(PYTHON) tests/lab/lab.py
 SHELL_FILES := $(wildcard app/utils/vec_inf_multinode/scripts/*.sh tests/lab/templates/*.sh) .ci/run
 
-.PHONY: help demo test test-fast test-lab lint format lab-up lab-down lab-status clean
+.PHONY: help demo test test-fast test-faults lint format lab-up lab-down lab-status clean
 
 help:
 	@echo "make demo       launch a real model over two nodes of the one-machine cluster"
 	@echo "                (DEMO_ARGS=--tensor for TP=2 across the nodes)"
 	@echo "make test       every test; brings the one-machine cluster up"
+	@echo "make test-faults  every fault, with real vLLM where it matters (about 20 minutes)"
 	@echo "make test-fast  the tests that need no cluster"
 	@echo "make lint       black, isort, flake8, shellcheck"
 	@echo "make lab-up | lab-down | lab-status    the one-machine cluster (LAB_ARGS='--nodes 4')"
@@ -28,13 +29,13 @@ demo:
 	$(PYTHON) tests/lab/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed shellcheck
-	$(BIN)/pytest
+	$(BIN)/pytest -m 'not slow'
 
 test-fast: $(VENV)/.installed shellcheck
-	$(BIN)/pytest -m 'not lab'
+	$(BIN)/pytest -m 'not lab and not removals'
 
-test-lab: $(VENV)/.installed
-	$(BIN)/pytest -m lab
+test-faults: $(VENV)/.installed
+	$(BIN)/pytest -rA tests/test_faults_standin.py tests/test_faults_vllm.py
 
 lint: $(VENV)/.installed shellcheck
 	$(BIN)/black --check -q app tests || $(BIN)/black --check app tests

@@ -30,7 +30,6 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Give vec-inf its configuration, and clear what the caller's shell has set."""
-    config.addinivalue_line("markers", "removals: takes code out, wants red tests")
     for name in list(os.environ):
         if name.startswith(_KNOBS) and name != "SLURM_CONF":
             del os.environ[name]

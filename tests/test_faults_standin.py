@@ -217,7 +217,8 @@ def test_a_killed_rank_script_fails_the_job(launch):
     job.ready()
     os.kill(find(job, "nid002", "/rank.sh"), signal.SIGKILL)
     job.wait_gone(40)
-    assert re.search(r"nid002: task 1: Killed", errors(job)[0])
+    assert "rank 1 on nid002: Killed" in errors(job)[0]
+    assert (failure(job)["rank"], failure(job)["node"]) == (1, "nid002")
     assert job.status(ours=True)["server"] == "FAILED"
 
 
@@ -293,7 +294,8 @@ def other_fabric(lab):
     """An xsn0 on nid001 only; nid002 has just a VLAN child of that name."""
     for node, name in (("nid001", "xsn0"), ("nid002", "xsn0.561")):
         address = "10.78.0.1/24" if node == "nid001" else "10.79.0.2/24"
-        lab.node_run(node, ["ip", "link", "add", name, "type", "dummy"], 10)
+        pair = ["ip", "link", "add", name, "type", "veth", "peer", "name", "other"]
+        lab.node_run(node, pair, 10)
         lab.node_run(node, ["ip", "addr", "add", address, "dev", name], 10)
         lab.node_run(node, ["ip", "link", "set", name, "up"], 10)
     yield

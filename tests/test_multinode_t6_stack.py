@@ -3,9 +3,14 @@
 import json
 import os
 import re
+import signal
 import stat
+import subprocess
+import sys
+import time
 
 import pytest
+import support
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
@@ -215,3 +220,24 @@ def test_real_apptainer_passes_values_exactly(lab):
     )
     assert done.stdout.strip() == " ".join(ascii(value) for value in values)
     assert not os.path.exists("/tmp/never")
+
+
+@pytest.mark.parametrize("seconds", [1, 3, 12])
+def test_an_interrupted_demo_leaves_nothing(lab, seconds):
+    """Ctrl-C while it starts, while the ranks start, while the engine loads."""
+    demo = subprocess.Popen(
+        [sys.executable, support.TESTS / "lab" / "demo.py"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        time.sleep(seconds)
+        os.killpg(demo.pid, signal.SIGINT)
+        assert demo.wait(timeout=90) == 130
+    finally:
+        demo.kill()
+    queue = lab.run(["squeue", "-h", f"--user={lab.user}"], timeout=20).stdout
+    assert queue == ""
+    assert [lab.node_processes(node) for node in lab.nodes] == [[], []]
+    assert lab.status()["up"]  # it was up before
