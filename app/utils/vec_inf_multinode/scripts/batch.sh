@@ -10,6 +10,7 @@ LLMHUB_RANK_FAILED=0
 LLMHUB_READY=0
 LLMHUB_RESTARTS=0
 LLMHUB_LOCK=
+LLMHUB_PARTIAL=
 
 llmhub_say() { # MESSAGE
     printf 'LLMHUB-%s\n' "$1" >&3
@@ -52,13 +53,15 @@ llmhub_write_failure() { # the arguments of llmhub_fail
 # Reads one line of what srun says, for at most SECONDS; false when the step has ended.
 # srun's stderr carries every rank's own report, in order, without a poll.
 llmhub_listen() { # SECONDS
-    local line
+    local line status
     read -r -t "$1" -u "$LLMHUB_STEP_SAYS" line
-    case $? in
-        0) ;;
-        1) return 1 ;;
-        *) return 0 ;;
-    esac
+    status=$?
+    # a line may come in pieces, and the last one without its end
+    LLMHUB_PARTIAL+=$line
+    [ "$status" -le 128 ] || return 0
+    [ "$status" -eq 0 ] || [ -n "$LLMHUB_PARTIAL" ] || return 1
+    line=$LLMHUB_PARTIAL
+    LLMHUB_PARTIAL=
     printf '%s\n' "$line" >>"$LLMHUB_ATTEMPT_DIR/step.log"
     case $line in
         *LLMHUB-REFUSED* | *LLMHUB-END*stopping=0* | 'srun: error: '*': task'*)
@@ -241,6 +244,8 @@ llmhub_prepare() {
         llmhub_fail "allocation has $SLURM_JOB_NUM_NODES node(s), expected $PLAN_NNODES; something changed --nodes after planning"
     fi
     rm -f -- "$LLMHUB_JOB_DIR/failure.json"
+    # without it vec-inf's port search tries every port, for more than an hour
+    command -v nc >/dev/null || llmhub_fail "nc not found on $LLMHUB_HEAD_NODE; vec-inf's port search needs it"
     llmhub_make_attempt
     llmhub_find_master
     llmhub_expand "$PLAN_BIND"
@@ -461,14 +466,23 @@ llmhub_judge() { # FALLBACK
             "$([ "$status" -le 128 ] || printf '%s' $((status - 128)))" "$seconds" "$cause" "$log"
         return
     fi
-    # a rank script that was itself killed says nothing: srun does
+    # a rank script that was itself killed says nothing, one that was told to stop though
+    # the job is not stopping does not count as the first: srun names it
     message=$1
     line=$(grep -m 1 -E '^srun: error: [^ ]+: task [0-9]+: ' -- "$step_log")
     if [[ $line =~ ^srun:\ error:\ ([^ ]+):\ task\ ([0-9]+):\ (.*) ]]; then
         node=${BASH_REMATCH[1]} rank=${BASH_REMATCH[2]}
-        message+=": rank $rank on $node: ${BASH_REMATCH[3]} (says srun; the rank script itself ended)"
+        message+=": rank $rank on $node: ${BASH_REMATCH[3]} (the rank script itself was signalled)"
     fi
     llmhub_fail "$message" "$rank" "$node" '' '' "$SECONDS" '' "$step_log"
+}
+
+# Prints the number of connections to the server. uvicorn closes an idle one after 5 s, so
+# one that stays is a request; vLLM's own gauge stands still when its engine does.
+llmhub_connections() {
+    ss -Htan | awk -v port=":$server_port_number" '
+        $1 == "ESTAB" && substr($4, length($4) - length(port) + 1) == port { count++ }
+        END { print count + 0 }'
 }
 
 # Prints the number of requests that run or wait, and then every counter that moves when
@@ -487,20 +501,21 @@ llmhub_progress() {
 # a hung rank or a cut link, which neither Slurm nor /health sees. Latency is not looked
 # at: a cut of 85 s was seen to heal.
 llmhub_check_progress() {
-    local requests moving
+    local requests moving connections
+    connections=$(llmhub_connections)
     read -r requests moving < <(llmhub_progress)
     if [ -z "$LLMHUB_MOVING$requests" ]; then
         # nothing to watch, with --disable-log-stats for instance
         LLMHUB_ALIVE_AT=$SECONDS
     fi
-    if [ -n "$requests" ] && { [ "$moving" != "$LLMHUB_MOVING" ] || [ "$requests" -eq 0 ]; }; then
+    if [ -n "$requests" ] && { [ "$moving" != "$LLMHUB_MOVING" ] || [ $((requests + connections)) -eq 0 ]; }; then
         # an idle server does not stall, but its idle time goes on
         [ "$moving" = "$LLMHUB_MOVING" ] || LLMHUB_MOVED_AT=$SECONDS
         LLMHUB_MOVING=$moving
         LLMHUB_ALIVE_AT=$SECONDS
     fi
     if [ "$PLAN_STALL_TIMEOUT" -gt 0 ] && [ $((SECONDS - LLMHUB_ALIVE_AT)) -ge "$PLAN_STALL_TIMEOUT" ]; then
-        llmhub_fail "no token for $((SECONDS - LLMHUB_ALIVE_AT))s with ${requests:-an unknown number of} request(s) waiting: a rank hangs or the fabric is cut" '' '' '' '' "$SECONDS" "stalled"
+        llmhub_fail "no token for $((SECONDS - LLMHUB_ALIVE_AT))s with $((requests > connections ? requests : connections)) request(s) waiting: a rank hangs or the fabric is cut" '' '' '' '' "$SECONDS" "stalled"
         return 1
     fi
     if [ "$PLAN_IDLE_PROBE" -gt 0 ] && [ $((SECONDS - LLMHUB_MOVED_AT)) -ge "$PLAN_IDLE_PROBE" ]; then
@@ -539,6 +554,7 @@ llmhub_watch() {
 # server_address.
 llmhub_serve() {
     set -u
+    [ -n "$server_port_number" ] || llmhub_fail "no free API port on $LLMHUB_HEAD_NODE"
     llmhub_publish_address
     while :; do
         llmhub_find_port

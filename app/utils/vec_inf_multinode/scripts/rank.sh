@@ -175,7 +175,10 @@ run_container() { # sets STATUS
         "${PLAN_CONTAINER[@]}" env -u FI_LOG_LEVEL vllm serve "$PLAN_MODEL"
     )
     if [ "$RANK" -eq 0 ]; then
-        serve+=(--served-model-name "$PLAN_MODEL_NAME" --host 0.0.0.0 --port "$LLMHUB_SERVER_PORT")
+        serve+=(
+            --served-model-name "$PLAN_MODEL_NAME" --host 0.0.0.0 --port "$LLMHUB_SERVER_PORT"
+            "${PLAN_HEAD_ARGS[@]}"
+        )
     else
         serve+=(--headless)
     fi
@@ -187,7 +190,7 @@ run_container() { # sets STATUS
     )
     # not exec: this script outlives the container and says how it ended
     (
-        exec 2>>"$log.err" </dev/null
+        exec 2>>"$log.err" </dev/null {LLMHUB_NAP}>&-
         umask "$LLMHUB_UMASK"
         exec "${serve[@]}"
     ) > >(
@@ -235,9 +238,10 @@ report_end() {
     [ "$STOPPING" -eq 1 ] || llmhub_nap 0.7
     printf 'LLMHUB-END rank=%s node=%s status=%s seconds=%s at=%s stopping=%s\n' \
         "$RANK" "$NODE" "$STATUS" "$seconds" "$ended_at" "$STOPPING" >&2
-    if [ "$STATUS" -eq 0 ] && [ "$STOPPING" -eq 0 ]; then
-        # vLLM ends with 0 after it has lost a worker; srun must see a failure
-        STATUS=1
+    if [ "$STATUS" -eq 0 ]; then
+        # vLLM ends with 0 after it has lost a worker, and after a signal that only this
+        # node got; srun must see a failure
+        STATUS=$((STOPPING ? 143 : 1))
     fi
 }
 

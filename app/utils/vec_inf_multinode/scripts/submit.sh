@@ -30,5 +30,7 @@ fi
 directory=$prefix.$id
 mkdir -p -- "$directory"
 # before vec-inf writes the deployment's env into it
-(umask 077 && : >"$directory/${directory##*/}.json")
+json=$directory/${directory##*/}.json
+rm -f -- "$json"
+(umask 077 && set -C && : >"$json")
 printf '%s\nSubmitted batch job %s\n' "$words" "$id"
