@@ -915,7 +915,9 @@ def test_refusal_of_a_way_round(nothing_happens, asked):
 
 
 def test_sizes_come_last(login):
-    params = MultinodeLauncher("two-nodes", login.request(vllm_args="--seed=1")).params
+    params = MultinodeLauncher(
+        "two-nodes", login.request(vllm_args="-pp=2,--seed=1")
+    ).params
     assert list(params["engine_args"])[-2:] == [plan.TENSOR, plan.PIPELINE]
 
 
@@ -929,7 +931,7 @@ def test_api_servers_are_rank_0s(login, form):
 
 def test_a_catalog_that_only_the_slow_loader_takes(tmp_path):
     text = (
-        "models:\n  odd:\n    model_family: f\n    model_type: LLM\n"
+        "models:\n  odd:\n    model_family: odd\n    model_type: LLM\n"
         "    gpus_per_node: 1\n    num_nodes: 2\n    vocab_size: 9\n"
         '    vllm_args: {--x: "\\ud83d\\ude00"}\n'
     )
