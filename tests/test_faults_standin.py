@@ -222,6 +222,16 @@ def test_a_killed_rank_script_fails_the_job(launch):
     assert job.status(ours=True)["server"] == "FAILED"
 
 
+def test_a_signal_that_only_one_node_got_fails_the_job(launch):
+    """TERM to one rank script: its engine ends with 0, and nobody cancelled the job."""
+    job = launch()
+    job.ready()
+    os.kill(find(job, "nid002", "/rank.sh"), signal.SIGTERM)
+    job.wait_gone(20)
+    assert "rank 1 on nid002: Exited with exit code 143" in errors(job)[0]
+    assert job.status(ours=True)["server"] == "FAILED"
+
+
 def test_scancel_leaves_no_error_line(launch):
     """Cancelled while starting and while serving: nothing left, nothing blamed."""
     for wait in (lambda job: job.wait_for({"LAUNCHING"}, 60), lambda job: job.ready()):

@@ -466,6 +466,10 @@ llmhub_judge() { # FALLBACK
             "$([ "$status" -le 128 ] || printf '%s' $((status - 128)))" "$seconds" "$cause" "$log"
         return
     fi
+    # every rank was told to stop: the word to this script may be late on a big cluster
+    case $(squeue -h -j "$SLURM_JOB_ID" -o %T) in
+        COMPLETING | CANCELLED | TIMEOUT | PREEMPTED | PENDING) llmhub_stop ;;
+    esac
     # a rank script that was itself killed says nothing, one that was told to stop though
     # the job is not stopping does not count as the first: srun names it
     message=$1
