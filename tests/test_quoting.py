@@ -225,8 +225,10 @@ FIELDS = {
 @given(st.fixed_dictionaries({name: odd_text() for name in FIELDS}))
 def test_fields_are_data(tmp_path_factory, values):
     """A field of the request is one quoted value, whatever it holds."""
-    # a file name of Slurm's, where '%' is refused
-    values["work_dir"] = values["work_dir"].replace("%", "")
+    # a file name of Slurm's, where '%' and a backslash are refused
+    values["work_dir"] = values["work_dir"].replace("%", "").replace("\\", "")
+    # an option of vLLM's, where a leading dash is refused
+    values["hf_model"] = values["hf_model"].lstrip("-")
     root = tmp_path_factory.mktemp("fields")
     generator = MultinodeScriptGenerator(
         resolved_params(root, **values), settings=MultinodeSettings()
