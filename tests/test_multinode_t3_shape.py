@@ -23,7 +23,7 @@ GOLDEN = support.TESTS / "golden"
 # Places as on a cluster: a golden file holds nothing of this machine.
 PLACES = {
     "log_dir": "/logs/family",
-    "work_dir": "/work/user",
+    "work_dir": "/users/user",
     "src_dir": "/opt/vec_inf",
     "model_weights_parent_dir": "/model-weights",
     "out_file": "/logs/family/NAME.%j/NAME.%j.out",
