@@ -29,12 +29,13 @@ plain, multinode = VecInfClient(), MultinodeClient()
 
 
 def launch(model, options, environ):
+    before = dict(os.environ)
     os.environ.update(environ)
     try:
         return launch_model(plain, model, LaunchOptions(**options)).slurm_job_id
     finally:
-        for name in environ:
-            del os.environ[name]
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def status(job, ours=False):

@@ -476,7 +476,7 @@ llmhub_judge() { # FALLBACK
     line=$(grep -m 1 -E '^srun: error: [^ ]+: task [0-9]+: ' -- "$step_log")
     if [[ $line =~ ^srun:\ error:\ ([^ ]+):\ task\ ([0-9]+):\ (.*) ]]; then
         node=${BASH_REMATCH[1]} rank=${BASH_REMATCH[2]}
-        message+=": rank $rank on $node: ${BASH_REMATCH[3]} (the rank script itself was signalled)"
+        message+=": rank $rank on $node: ${BASH_REMATCH[3]}"
     fi
     llmhub_fail "$message" "$rank" "$node" '' '' "$SECONDS" '' "$step_log"
 }
