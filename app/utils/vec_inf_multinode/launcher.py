@@ -58,8 +58,8 @@ _client_vars: Any = _vec_inf("vec_inf.client", "_client_vars", None)
 _TEMPLATE: Any = _vec_inf(
     "vec_inf.client._slurm_templates", "SLURM_SCRIPT_TEMPLATE", {}
 )
-
 _models: Any = _vec_inf("vec_inf.client", "models", None)
+
 # States that a job is in again after a requeue, while an old failure.json may remain.
 _HEALTHY = ("PENDING", "LAUNCHING", "READY")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")

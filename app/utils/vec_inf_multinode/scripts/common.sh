@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Functions that the batch script and the rank script share. Sets no state.
+# Functions that the batch script and the rank script share. Does nothing by itself.
 
 # Prints "NAME ADDRESS/LENGTH" for each interface named exactly PREFIX<digits> that has
 # a routable IPv4, lowest number first. A VLAN child (hsn0.561) is another network.

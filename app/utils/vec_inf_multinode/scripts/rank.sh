@@ -161,7 +161,8 @@ set_container_env() {
 }
 
 # shellcheck disable=SC2317 # called by the trap
-# On a signal: the container is told, and its end is no failure.
+# On a signal: the container is told. Whether its end is a failure, only the batch script
+# knows.
 forward_signal() {
     STOPPING=1
     # still at the barrier: nothing to tell, and nobody to wait for
