@@ -770,6 +770,13 @@ REMOVALS = [
         T4 + "test_topology_and_ready[run]",
     ),
     row(
+        "the time of readiness",
+        BATCH,
+        "llmhub_mark ready",
+        ":",
+        T4 + "test_timeline[run]",
+    ),
+    row(
         "logs of the first attempt",
         BATCH,
         'mv -- "$LLMHUB_JOB_DIR/ranks" "$LLMHUB_JOB_DIR/ranks.before-attempt-$number"',

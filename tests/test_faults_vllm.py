@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -141,22 +143,67 @@ def test_a_stopped_worker_ends_the_job(launch, lab, hub):
     with pytest.raises(Exception, match="[Tt]imed? ?out"):
         complete(hub, url, limit=3)
     # the client is gone and vLLM may drop its request; another one waits on
-    waiting = lab.popen(
-        [
-            "curl",
-            "-s",
-            "-m",
-            "100",
-            f"{url}/completions",
-            "-H",
-            "content-type: application/json",
-        ]
-        + ["-d", '{"model": "tiny-llama", "prompt": "The", "max_tokens": 8}'],
-        stdout=-3,
+    with waiting_request(lab, url):
+        job.wait_gone(90)
+    assert "no token for" in job.log("err")
+
+
+@contextmanager
+def waiting_request(lab, url):
+    """A client that asks for a completion and waits for it for as long as it takes."""
+    request = '{"model": "tiny-llama", "prompt": "The", "max_tokens": 8}'
+    header = "content-type: application/json"
+    client = lab.popen(
+        ["curl", "-s", "-m", "300", f"{url}/completions", "-H", header, "-d", request],
+        stdout=-1,
     )
     try:
-        job.wait_gone(90)
+        yield client
     finally:
-        waiting.kill()
-        waiting.wait(10)
-    assert "no token for" in job.log("err")
+        client.kill()
+        client.communicate(timeout=10)
+
+
+@slow
+def test_a_cut_that_heals_does_not_end_the_job(launch, lab, hub):
+    """Rank 1's fabric link is down for 85 s with a request running; it serves again."""
+    job = launch(environ={"LLMHUB_MN_STALL_TIMEOUT": "150"})
+    url = job.ready()["url"]
+    assert complete(hub, url) == 200
+    lab.set_link("nid002", "hsn0", False)
+    try:
+        with waiting_request(lab, url) as client:
+            cut = time.monotonic()
+            with pytest.raises(subprocess.TimeoutExpired):
+                client.wait(85)
+            lab.set_link("nid002", "hsn0", True)
+            answer, _ = client.communicate(timeout=120)
+            healed = time.monotonic() - cut - 85
+    finally:
+        lab.set_link("nid002", "hsn0", True)
+    print(f"the request that waited was answered {healed:.1f} s after the cut")
+    assert json.loads(answer)["choices"][0]["finish_reason"]
+    assert complete(hub, url) == 200
+    assert job.state() == "RUNNING"
+    assert job.status()["server"] == "READY"
+    assert job.log("err") == "INFO:     Application startup complete.\n"
+
+
+@slow
+def test_a_cut_that_stays_ends_the_job(launch, lab):
+    """The link stays down: the stall watch ends the job."""
+    job = launch(environ={"LLMHUB_MN_STALL_TIMEOUT": "20"})
+    url = job.ready()["url"]
+    lab.set_link("nid002", "hsn0", False)
+    try:
+        with waiting_request(lab, url):
+            cut = time.monotonic()
+            while not (job.log_dir / "failure.json").exists():
+                assert time.monotonic() - cut < 90, job.report()
+                time.sleep(0.5)
+            seconds = time.monotonic() - cut
+    finally:
+        lab.set_link("nid002", "hsn0", True)
+    print(f"the job ended {seconds:.1f} s after the cut")
+    job.wait_gone(60)
+    assert "no token for" in job.status(ours=True)["reason"]

@@ -38,6 +38,8 @@ from node import (
 )
 from vec_inf.client.models import ModelStatus
 
+from app.utils.vec_inf_multinode.jobdir import JobDirectory
+
 SECRET = "hf_PrettySecretToken"
 REFUSAL = (
     "no routable fabric IPv4 on nid001 (rank 0): no interface hsn<n> has one; "
@@ -721,6 +723,21 @@ def test_topology_and_ready(run):
     assert run.lines("WARN") == []
     assert run.notes["status"] == "RUNNING"
     assert run.err == "INFO:     Application startup complete.\n"
+
+
+@case(JobCase(during=when_ready))
+def test_timeline(run):
+    """The attempt's own record of what happened when."""
+    job = JobDirectory(run.job_dir)
+    (attempt,) = job.attempts()
+    events = job.timeline(attempt)
+    first, *ranks, ready = [e.text for e in events if e.text != "stopped"]
+    assert first == "started on nid[001-002]"
+    assert sorted(ranks) == ["rank 0 up on nid001", "rank 1 up on nid002"]
+    assert ready == "ready"
+    times = [event.time for event in events]
+    assert times == sorted(times)
+    assert time.time() - 300 < times[0] <= time.time()
 
 
 @case(JobCase(during=when_ready))

@@ -90,7 +90,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {f"{PLACE}/scripts/{name}" for name in SCRIPTS} <= shipped
-    meta = ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")
+    meta = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
     assert names == shipped | {f"{info}/{name}" for name in meta}
 
 

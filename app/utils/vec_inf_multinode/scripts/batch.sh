@@ -16,12 +16,18 @@ llmhub_say() { # MESSAGE
     printf 'LLMHUB-%s\n' "$1" >&3
 }
 
+# One line of the attempt's story: seconds since the epoch, then what happened.
+llmhub_mark() { # EVENT
+    printf '%(%s)T %s\n' -1 "$1" >>"$LLMHUB_ATTEMPT_DIR/timeline"
+}
+
 # Ends the job with a reason, in both logs and in failure.json; or, when the server was
 # ready and a restart is left, ends the step only and returns.
 llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
     if [ "$LLMHUB_READY" -eq 1 ] && [ "$LLMHUB_RESTARTS" -lt "$PLAN_MAX_RESTARTS" ]; then
         LLMHUB_RESTARTS=$((LLMHUB_RESTARTS + 1))
         llmhub_say "RESTART: $LLMHUB_RESTARTS of $PLAN_MAX_RESTARTS: $1"
+        llmhub_mark "restart $1"
         llmhub_end_step
         return 0
     fi
@@ -90,6 +96,7 @@ llmhub_end_step() {
 # shellcheck disable=SC2317 # called by the trap
 llmhub_stop() {
     trap '' TERM INT HUP
+    [ -z "$LLMHUB_ATTEMPT_DIR" ] || llmhub_mark stopped
     [ -z "$LLMHUB_SRUN" ] || llmhub_listen_until 20
     llmhub_end_step
     exit 143
@@ -126,6 +133,7 @@ llmhub_make_attempt() {
     fi
     mkdir -p -- "$LLMHUB_ATTEMPT_DIR/started" "$LLMHUB_JOB_DIR/ranks" ||
         llmhub_fail "cannot make $LLMHUB_ATTEMPT_DIR; is the log directory writable and not full?"
+    llmhub_mark "started on $SLURM_JOB_NODELIST"
 }
 
 llmhub_find_master() {
@@ -317,6 +325,7 @@ llmhub_await_ranks() {
                 read -r node <"$marker"
                 up[${marker##*/}]=$node
                 llmhub_say "STAGE-A: rank ${marker##*/} up on $node"
+                llmhub_mark "rank ${marker##*/} up on $node"
             fi
         done
     done
@@ -393,6 +402,7 @@ llmhub_await_server() {
     done
     LLMHUB_READY=1
     llmhub_say "READY: $server_address answered after ${SECONDS}s"
+    llmhub_mark ready
     # what vec-inf looks for, whatever this vLLM prints and where
     printf '%s\n' "$PLAN_READY_SIGNATURE" >&4
 }

@@ -1,0 +1,8 @@
+"""``vec-inf-multinode``: plan, serve, connect, run and diagnose at the shell.
+
+One module a command, each a function of click's; what they share is in `common`.
+"""
+
+from .main import main
+
+__all__ = ["main"]

@@ -1,0 +1,164 @@
+"""A job's directory, read: the one place that knows the files in it.
+
+Nothing is written and nothing is asked of Slurm: it works long after the job is gone,
+and on a copy of the directory.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+_RANK_LOG = re.compile(r"rank-(?P<rank>\d+)\.(?P<node>.+)\.err")
+_ATTEMPT = re.compile(r"attempt-(\d+)")
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """Where all that one rank printed is.
+
+    Parameters
+    ----------
+    rank : int
+        The rank.
+    node : str
+        Node that it ran on.
+    out, err : Path
+        Its stdout and stderr; `out` may not exist.
+    """
+
+    rank: int
+    node: str
+    out: Path
+    err: Path
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of an attempt's ``timeline``.
+
+    Parameters
+    ----------
+    time : int
+        Seconds since the epoch, by the clock of the first node.
+    text : str
+        ``started on NODES``, ``rank K up on NODE``, ``ready``, ``restart REASON`` or
+        ``stopped``.
+    """
+
+    time: int
+    text: str
+
+
+@dataclass(frozen=True)
+class JobDirectory:
+    """The directory ``LOG_DIR/FAMILY/MODEL.JOB`` of one job.
+
+    Parameters
+    ----------
+    path : Path
+        The directory.
+    """
+
+    path: Path
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model."""
+        return self.path.name.rpartition(".")[0]
+
+    @property
+    def job_id(self) -> str:
+        """Slurm's id of the job."""
+        return self.path.name.rpartition(".")[2]
+
+    def file(self, kind: str) -> Path:
+        """One of the job's own files: ``out``, ``err``, ``json`` or ``sbatch``."""
+        return self.path / f"{self.path.name}.{kind}"
+
+    def text(self, kind: str) -> str:
+        """Text of one of those files, empty if it cannot be read."""
+        return read(self.file(kind))
+
+    def facts(self) -> dict[str, Any]:
+        """vec-inf's JSON of the job: its params and, once known, its address."""
+        return _json_object(self.file("json"))
+
+    def failure(self) -> Optional[dict[str, Any]]:
+        """The job's own record of its failure, None if it has none."""
+        return _json_object(self.path / "failure.json") or None
+
+    def said(self, word: str) -> list[str]:
+        """What the job said with a prefix, ``STAGE-A`` for instance, in order."""
+        prefix = f"LLMHUB-{word}: "
+        return [
+            line.removeprefix(prefix)
+            for line in self.text("out").splitlines()
+            if line.startswith(prefix)
+        ]
+
+    def attempts(self) -> list[Path]:
+        """Directories of the attempts, the last one last."""
+        found = [p for p in self.path.glob("attempt-*") if _ATTEMPT.fullmatch(p.name)]
+        return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+
+    def timeline(self, attempt: Path) -> list[Event]:
+        """What happened in an attempt, in order."""
+        events = []
+        for line in read(attempt / "timeline").splitlines():
+            time, _, text = line.partition(" ")
+            if time.isdigit():
+                events.append(Event(int(time), text))
+        return events
+
+    def step_log(self, attempt: Path) -> str:
+        """What ``srun`` and the ranks' own reports said in an attempt."""
+        return read(attempt / "step.log")
+
+    def ranks(self) -> list[RankLog]:
+        """Logs of the last attempt's ranks, by rank."""
+        return sorted(self._ranks(), key=lambda log: (log.rank, log.node))
+
+    def _ranks(self) -> Iterator[RankLog]:
+        for err in self.path.glob("ranks/rank-*.err"):
+            found = _RANK_LOG.fullmatch(err.name)
+            if found:
+                out = err.with_suffix(".out")
+                yield RankLog(int(found["rank"]), found["node"], out, err)
+
+    def nccl_logs(self) -> list[Path]:
+        """NCCL's own logs, one per process."""
+        return sorted(self.path.glob("nccl-debug/*"))
+
+
+def find(root: Path, job_id: str) -> Optional[JobDirectory]:
+    """Find the directory of a job below a log directory, None if there is none.
+
+    Parameters
+    ----------
+    root : Path
+        vec-inf's ``log_dir``.
+    job_id : str
+        Slurm's id.
+    """
+    found = [p for p in root.glob(f"*/*.{int(job_id)}") if p.is_dir()]
+    # Slurm counts from the start again some day
+    return JobDirectory(max(found, key=lambda p: p.stat().st_mtime)) if found else None
+
+
+def read(path: Path) -> str:
+    """Text of a log, empty if it cannot be read."""
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read(path))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
