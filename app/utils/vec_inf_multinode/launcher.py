@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module, resources
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -102,10 +102,24 @@ def _quiet_load_config(loader: Any) -> Callable[..., Any]:
         **function.__globals__,
         "warnings": SimpleNamespace(warn=lambda *args, **kwargs: None),
         "yaml": SimpleNamespace(
-            safe_load=partial(yaml.load, Loader=loader), YAMLError=yaml.YAMLError
+            safe_load=partial(_load_once, loader), YAMLError=yaml.YAMLError
         ),
     }
     return FunctionType(function.__code__, names, argdefs=function.__defaults__)
+
+
+def _load_once(loader: Any, stream: Any) -> Any:
+    """What a YAML file holds; a hub launches many models from the same catalog."""
+    import pickle  # only a launch needs it
+
+    return pickle.loads(_parsed(loader, stream.read()))
+
+
+@lru_cache(maxsize=8)
+def _parsed(loader: Any, text: str) -> bytes:
+    import pickle  # a copy for each launch: vec-inf merges catalogs in place
+
+    return pickle.dumps(yaml.load(text, Loader=loader))
 
 
 def _read_catalog(path: Optional[str]) -> list[Any]:

@@ -321,7 +321,7 @@ llmhub_await_ranks() {
             llmhub_fail "only ${#up[@]} of $PLAN_NNODES ranks started within ${PLAN_RANK_START_TIMEOUT}s: Slurm could not place a rank, or the log directory is not on shared storage (see the LLMHUB-DIAG lines in the .out)"
         fi
         for marker in "$LLMHUB_ATTEMPT_DIR"/started/*[0-9]; do
-            if [ -e "$marker" ] && [ -z "${up[${marker##*/}]-}" ]; then
+            if [ -z "${up[${marker##*/}]-}" ] && [ -e "$marker" ]; then
                 read -r node <"$marker"
                 up[${marker##*/}]=$node
                 llmhub_say "STAGE-A: rank ${marker##*/} up on $node"
