@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LAB := $(PYTHON) tests/lab/lab.py
 SHELL_FILES := $(wildcard app/utils/vec_inf_multinode/scripts/*.sh tests/lab/templates/*.sh) .ci/run
 
-.PHONY: help demo test test-fast test-faults lint format lab-up lab-down lab-status clean
+.PHONY: tools help demo test test-fast test-faults lint format lab-up lab-down lab-status clean
 
 help:
 	@echo "make demo       launch a real model over two nodes of the one-machine cluster"
@@ -21,23 +21,23 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -q -e '.[dev]'
 	touch $@
 
-# shellcheck is a test's subject, not a Python package
-shellcheck:
-	@command -v shellcheck >/dev/null || { apt-get update -qq && apt-get install -y -qq shellcheck; }
+# what the tests run besides Python packages
+tools:
+	@{ command -v shellcheck && command -v strace; } >/dev/null || { apt-get update -qq && apt-get install -y -qq shellcheck strace; }
 
 demo:
 	$(PYTHON) tests/lab/demo.py $(DEMO_ARGS)
 
-test: $(VENV)/.installed shellcheck
+test: $(VENV)/.installed tools
 	$(BIN)/pytest -m 'not slow'
 
-test-fast: $(VENV)/.installed shellcheck
+test-fast: $(VENV)/.installed tools
 	$(BIN)/pytest -m 'not lab and not removals'
 
 test-faults: $(VENV)/.installed
 	$(BIN)/pytest -rA tests/test_faults_standin.py tests/test_faults_vllm.py
 
-lint: $(VENV)/.installed shellcheck
+lint: $(VENV)/.installed tools
 	$(BIN)/black --check -q app tests || $(BIN)/black --check app tests
 	$(BIN)/isort --check -q app tests
 	$(BIN)/flake8 app tests

@@ -14,6 +14,7 @@ T4 = "test_multinode_t4_rank_script.py::"
 T5 = "test_multinode_t5_seam.py::"
 PLAN = "test_plan.py::"
 QUOTING = "test_quoting.py::"
+GUARDS = "test_guards.py::"
 
 NO_LAUNCH = T1 + "test_no_multi_node_launch"
 OURS = T2 + "test_multi_node_vllm_is_ours"
@@ -938,5 +939,19 @@ REMOVALS = [
         "if k not in HEAD_ARGS",
         "if True",
         PLAN + "test_api_servers_are_rank_0s",
+    ),
+    row(
+        "markers that are known already",
+        BATCH,
+        'if [ -z "${up[${marker##*/}]-}" ] && [ -e "$marker" ]; then',
+        'if [ -e "$marker" ] && [ -z "${up[${marker##*/}]-}" ]; then',
+        GUARDS + "test_waiting_does_not_grow_with_the_nodes",
+    ),
+    row(
+        "one parse of a catalog",
+        LAUNCHER,
+        "return pickle.loads(_parsed(loader, stream.read()))",
+        "return yaml.load(stream, Loader=loader)",
+        GUARDS + "test_a_catalog_is_parsed_once[one-node]",
     ),
 ]
