@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LAB := $(PYTHON) tests/lab/lab.py
 SHELL_FILES := $(wildcard app/utils/vec_inf_multinode/scripts/*.sh tests/lab/templates/*.sh) .ci/run
 
-.PHONY: tools help demo test test-fast test-faults lint format lab-up lab-down lab-status clean
+.PHONY: tools help bench demo test test-fast test-faults lint format lab-up lab-down lab-status clean
 
 help:
 	@echo "make demo       launch a real model over two nodes of the one-machine cluster"
@@ -13,6 +13,7 @@ help:
 	@echo "make test       every test; brings the one-machine cluster up"
 	@echo "make test-faults  every fault, with real vLLM where it matters (about 20 minutes)"
 	@echo "make test-fast  the tests that need no cluster"
+	@echo "make bench      what the launcher costs, side by side (BENCH_ARGS='hub start')"
 	@echo "make lint       black, isort, flake8, shellcheck"
 	@echo "make lab-up | lab-down | lab-status    the one-machine cluster (LAB_ARGS='--nodes 4')"
 
@@ -38,14 +39,18 @@ test-faults: $(VENV)/.installed
 	$(BIN)/pytest -rA tests/test_faults_standin.py tests/test_faults_vllm.py
 
 lint: $(VENV)/.installed tools
-	$(BIN)/black --check -q app tests || $(BIN)/black --check app tests
-	$(BIN)/isort --check -q app tests
-	$(BIN)/flake8 app tests
+	$(BIN)/black --check -q app bench tests || $(BIN)/black --check app bench tests
+	$(BIN)/isort --check -q app bench tests
+	$(BIN)/flake8 app bench tests
 	shellcheck -x $(SHELL_FILES)
 
+bench: $(VENV)/.installed tools
+	$(BIN)/pip install -q -e '.[bench]'
+	$(BIN)/python bench/bench.py $(BENCH_ARGS)
+
 format: $(VENV)/.installed
-	$(BIN)/isort -q app tests
-	$(BIN)/black -q app tests
+	$(BIN)/isort -q app bench tests
+	$(BIN)/black -q app bench tests
 
 lab-up:
 	$(LAB) up $(LAB_ARGS)

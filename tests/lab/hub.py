@@ -28,11 +28,14 @@ warnings.simplefilter("ignore")
 plain, multinode = VecInfClient(), MultinodeClient()
 
 
-def launch(model, options, environ):
+def launch(model, options, environ, stock):
     before = dict(os.environ)
     os.environ.update(environ)
+    options = LaunchOptions(**options)
     try:
-        return launch_model(plain, model, LaunchOptions(**options)).slurm_job_id
+        if stock:
+            return plain.launch_model(model, options).slurm_job_id
+        return launch_model(plain, model, options).slurm_job_id
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -118,9 +121,20 @@ class Hub:
             raise HubError(reply["error"], reply["text"])
         return reply["value"]
 
-    def launch(self, model: str = MODEL, environ: Any = None, **options: Any) -> "Job":
-        """Launch through ``launch_model``; `environ` holds knobs for this launch."""
-        job = self._call("launch", model=model, options=options, environ=environ or {})
+    def launch(
+        self,
+        model: str = MODEL,
+        environ: Any = None,
+        stock: bool = False,
+        **options: Any,
+    ) -> "Job":
+        """Launch through ``launch_model``, or as vec-inf alone does.
+
+        `environ` holds knobs for this launch.
+        """
+        job = self._call(
+            "launch", model=model, options=options, environ=environ or {}, stock=stock
+        )
         return Job(self, job, model)
 
     def status(self, job: str, ours: bool = False) -> dict[str, Any]:

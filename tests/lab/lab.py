@@ -318,6 +318,38 @@ class Lab:
         enter = ["nsenter", "-t", str(init), "-m", "-u", "-i", "-n", "-p", "--"]
         return sh([*enter, *argv], timeout=timeout, check=False)
 
+    def node_popen(
+        self, node: str, argv: Sequence[str | os.PathLike[str]], env: dict[str, str]
+    ) -> subprocess.Popen[str]:
+        """Start a command as the ordinary user in all of a node's namespaces.
+
+        Parameters
+        ----------
+        node : str
+            The node.
+        argv : sequence of str
+            The command.
+        env : dict
+            Its complete environment.
+
+        Returns
+        -------
+        subprocess.Popen
+            In a session of its own; output is thrown away.
+        """
+        enter = ["nsenter", "-t", str(self._node_init(node)), "-m", "-u", "-i", "-n"]
+        user = ["setpriv", f"--reuid={self.user}", f"--regid={self.user}"]
+        return subprocess.Popen(
+            [*enter, "-p", "--", *user, "--clear-groups", *map(str, argv)],
+            env=env,
+            cwd="/",
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
     def node_processes(self, node: str, user: bool = True) -> list[Process]:
         """List a node's processes, without those that make up the node itself.
 
