@@ -102,6 +102,24 @@ def serve_part(rounds: int) -> dict[str, Any]:
     return found
 
 
+def ray_part(rounds: int) -> dict[str, Any]:
+    """vec-inf's own script until it serves, in an environment and in the container."""
+    import cluster
+
+    lab, hub, _ = on_cluster(2)
+    found: dict[str, Any] = {}
+    try:
+        sides = (("environment", str(cluster.ray_environment(lab)), rounds),)
+        for side, venv, count in (*sides, ("container", "apptainer", 1)):
+            found[side] = [
+                cluster.ray_seconds(lab, hub, venv, 240) for _ in range(count)
+            ]
+            say(f"{side}: {found[side]}")
+    finally:
+        hub.close()
+    return found
+
+
 def scale_part(rounds: int) -> dict[str, Any]:
     """Jobs of 2 to 64 nodes with the stand-in, and the file-system calls of a job."""
     import cluster
@@ -150,6 +168,7 @@ PARTS = {
     "hub": hub_part,
     "start": start_part,
     "serve": serve_part,
+    "ray": ray_part,
     "scale": scale_part,
 }
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
@@ -423,6 +424,57 @@ def scale(lab: Lab, hub: Hub, place: Place, nodes: int) -> Scaled:
         gone = seconds_to_end(lab, job, 120)
         size = name.with_name(f"{name.name}.sbatch").stat().st_size
         return Scaled(nodes, launched - begun, size, len(ours), gone)
+    finally:
+        job.cancel()
+        job.wait_gone(120)
+
+
+# -------------------------------------------------------------------------------- Ray
+
+
+def ray_environment(lab: Lab) -> Path:
+    """An environment with Ray on top of the cluster's vLLM, made once."""
+    place, base = lab.cache / "ray-venv", lab.vllm_venv
+    if (place / "bin" / "vllm").exists():
+        return place
+    run = partial(subprocess.run, check=True, timeout=600)
+    run(["/usr/bin/python3", "-m", "venv", place])
+    packages = next(base.glob("lib/python3*/site-packages"))
+    inside = place / packages.relative_to(base)
+    inside.joinpath("vllm.pth").write_text(f"{packages}\n")
+    run([place / "bin" / "pip", "install", "-q", "ray==2.60.0"])
+    script = (base / "bin" / "vllm").read_text().partition("\n")[2]
+    place.joinpath("bin", "vllm").write_text(f"#!{place}/bin/python\n{script}")
+    place.joinpath("bin", "vllm").chmod(0o755)
+    run(["chmod", "-R", "a+rX", place])
+    return place
+
+
+def ray_seconds(lab: Lab, hub: Hub, venv: str, limit: float) -> tuple[float, str]:
+    """vec-inf's own script: seconds from job start until it serves, or how far it got.
+
+    Parameters
+    ----------
+    venv : str
+        ``apptainer`` for the container, or an environment that holds Ray and vLLM.
+    limit : float
+        Seconds after which it is given up.
+    """
+    job = hub.launch(stock=True, venv=venv, time="00:20:00")
+    out = job.log_dir / f"{MODEL}.{job.number}.out"
+    try:
+        wait_for(out.exists, 60, "start of the job")
+        end = time.monotonic() + limit
+        while time.monotonic() < end and job.state() == "RUNNING":
+            url = job.status()["url"]
+            if url.startswith("http") and answers(url):
+                return time.time() - born(out), "serves"
+            time.sleep(0.5)
+        state = job.state()
+        text = job.log("err")
+        seen = [line for line in text.splitlines() if "rror" in line]
+        last = seen[-1][:200] if seen else text[-200:]
+        return time.time() - born(out), f"{state}: {last}"
     finally:
         job.cancel()
         job.wait_gone(120)

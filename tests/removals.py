@@ -941,6 +941,13 @@ REMOVALS = [
         PLAN + "test_api_servers_are_rank_0s",
     ),
     row(
+        "the node that took no task",
+        BATCH,
+        "Task launch for [^ ]+ failed on node ",
+        "Task launch failed on node ",
+        T4 + "test_node_that_takes_no_task[run]",
+    ),
+    row(
         "markers that are known already",
         BATCH,
         'if [ -z "${up[${marker##*/}]-}" ] && [ -e "$marker" ]; then',

@@ -195,6 +195,16 @@ def test_a_rank_that_never_starts_is_said(launch, frozen_node):
     job.wait_gone(60)
 
 
+def test_a_node_that_does_not_answer_slurm_is_named(launch, frozen_node):
+    """srun gives up on it before our budget is over, and kills the other rank."""
+    job = launch()
+    reason = job.failed(120)
+    assert "Slurm could not start the task on nid002" in reason
+    assert failure(job)["node"] == "nid002"
+    frozen_node()
+    job.wait_gone(60)
+
+
 def test_a_server_that_is_never_ready_is_said(launch):
     """The readiness budget ends the job."""
     job = launch(rank0="ready=never", environ={"LLMHUB_MN_SERVER_TIMEOUT": "5"})

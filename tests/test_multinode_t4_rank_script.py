@@ -860,6 +860,23 @@ def test_step_that_cannot_start(run):
     assert run.seconds < 10
 
 
+NODE_SILENT = (
+    "srun: error: Task launch for StepId=4242.0 failed on node nid002: Socket timed out"
+    " on send/recv operation\nsrun: error: Application launch failed: Socket timed out"
+    " on send/recv operation\nsrun: error: nid001: task 0: Killed"
+)
+
+
+@case(JobCase(say={"srun.json": json.dumps({"fails": NODE_SILENT})}))
+def test_node_that_takes_no_task(run):
+    """It is named, and not the rank that srun killed because of it."""
+    assert run.errors() == [
+        "srun step exited before all ranks started: Slurm could not start the task on "
+        "nid002: Socket timed out on send/recv operation"
+    ]
+    assert (run.failure()["node"], run.failure()["rank"]) == ("nid002", None)
+
+
 @case(JobCase(without=("ss",), during=when_ready))
 def test_ss_missing(run):
     """It is said on stdout, and the job goes on."""

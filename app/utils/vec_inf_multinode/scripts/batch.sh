@@ -31,6 +31,8 @@ llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
         llmhub_end_step
         return 0
     fi
+    # first: whoever reads the line finds the record
+    llmhub_write_failure "$@"
     llmhub_say "ERROR: $1"
     printf 'LLMHUB-ERROR: %s\n' "$1" >&4
     if [ -n "${8-}" ] && [ -r "$8" ]; then
@@ -38,7 +40,6 @@ llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
         # lines that say "userwarning"
         tail -n 50 -- "$8" | sed 's/^/LLMHUB-TAIL (userwarning): /' >&4
     fi
-    llmhub_write_failure "$@"
     llmhub_end_step
     exit 1
 }
@@ -487,6 +488,12 @@ llmhub_judge() { # FALLBACK
     if [[ $line =~ ^srun:\ error:\ ([^ ]+):\ task\ ([0-9]+):\ (.*) ]]; then
         node=${BASH_REMATCH[1]} rank=${BASH_REMATCH[2]}
         message+=": rank $rank on $node: ${BASH_REMATCH[3]}"
+    fi
+    # a node that did not take its task: srun then kills the others, which it names too
+    line=$(grep -m 1 -E '^srun: error: Task launch for [^ ]+ failed on node ' -- "$step_log")
+    if [[ $line =~ failed\ on\ node\ ([^:]+):\ (.*) ]]; then
+        node=${BASH_REMATCH[1]} rank=
+        message="$1: Slurm could not start the task on $node: ${BASH_REMATCH[2]}"
     fi
     llmhub_fail "$message" "$rank" "$node" '' '' "$SECONDS" '' "$step_log"
 }
