@@ -44,6 +44,8 @@ def launch(lab, hub):
         job.cancel()
     for job in jobs:
         job.wait_gone()
+        if len(jobs) < 5:
+            print(f"job {job.number}: {job.story()}")
 
 
 def failure(job):

@@ -6,8 +6,10 @@ It stays up between calls, so that a poll costs no new interpreter.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,19 @@ class Job:
             if path.exists():
                 parts.append(f"--- {path.name}\n{path.read_text()[-2000:]}")
         return "\n".join(parts)
+
+    def story(self) -> str:
+        """One line: Slurm's state, what both clients say, seconds from fault to end."""
+        logs = (p.read_text() for p in sorted(self.log_dir.glob("attempt-*/step.log")))
+        ends = re.findall(r"LLMHUB-END .* at=([\d.]+) stopping=0", "".join(logs))
+        state, _, end = self.slurm("%T %e").partition(" ")
+        took = "no rank ended by itself"
+        if ends and end.startswith("20"):
+            ended = datetime.fromisoformat(end).astimezone().timestamp()
+            took = f"over {ended - min(map(float, ends)):+.1f} s after the first end"
+        said = [self.status(ours) for ours in (False, True)]
+        words = [f"{one['server']} ({one['reason']})" for one in said]
+        return f"{state}, {took}; vec-inf {words[0]}; ours {words[1]}"
 
     def cancel(self) -> None:
         """End the job, whatever its state."""
