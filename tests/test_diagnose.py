@@ -123,7 +123,7 @@ def of_case(*names):
     return pytest.mark.parametrize("left", names, indirect=True)
 
 
-@pytest.mark.parametrize("left, name", zip(CASES, CASES), indirect=["left"])
+@pytest.mark.parametrize("left, name", list(zip(CASES, CASES)), indirect=["left"])
 def test_verdict(left, name):
     state, verdict, cause = EXPECTED[name]
     found = diagnose(left)
