@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any, Optional
 
@@ -427,10 +426,12 @@ def _clean(line: str) -> str:
 
 
 def _telling(entries: Iterable[Failure], lines: list[str]) -> tuple[Line, ...]:
-    """The first line that shows each of some failures, in the failures' order."""
-    found = failures.matches(entries, lines)
-    lines = (Line(_clean(line), e.id, e.verdict) for e, line in found)
-    return tuple(islice(lines, MAX_LINES))
+    """The lines that show some failures, each line once, by its most telling one."""
+    found: dict[str, Line] = {}
+    for entry, line in failures.matches(entries, lines):
+        text = _clean(line)
+        found.setdefault(text, Line(text, entry.id, entry.verdict))
+    return tuple(found.values())[:MAX_LINES]
 
 
 def _last_lines(text: str) -> tuple[Line, ...]:
