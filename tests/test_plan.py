@@ -357,6 +357,7 @@ DEFAULTS = {
     "stall_timeout": 300,
     "idle_probe": 0,
     "max_restarts": 0,
+    "failures": None,
 }
 # a value other than the default, as text and as read
 GOOD = {
@@ -371,6 +372,7 @@ GOOD = {
     "stall_timeout": ("0", 0),
     "idle_probe": ("600", 600),
     "max_restarts": ("3", 3),
+    "failures": (" /dev/null ", "/dev/null"),
 }
 BAD = {
     "server_timeout": ["-1", "1.5", "soon", "1h", "1e3", "inf"],
@@ -384,6 +386,7 @@ BAD = {
     "stall_timeout": ["-1", "x"],
     "idle_probe": ["-1", "0.5"],
     "max_restarts": ["-1", "always"],
+    "failures": ["/no/such/file", "/etc", "/etc/passwd", "/bin/sh"],
 }
 
 

@@ -5,12 +5,15 @@ set the ``VEC_INF_*`` variables first.
 
 Map: `seam` what is relied on in vec-inf; `settings` the knobs; `plan` every decision
 and refusal; `render` the script's text; `launcher` the contact with vec-inf;
-``scripts/`` the shell that runs on the cluster; `errors` the refusals.
+``scripts/`` the shell that runs on the cluster; `errors` the refusals. After a
+launch: `jobdir` reads a job's directory, `failures` what is known to go wrong, `nccl`
+NCCL's logs, `slurm` asks Slurm, `diagnose` puts them together; ``cli/`` the commands.
 """
 
 from .errors import (
     ContainerError,
     EnvFileError,
+    JobDirectoryError,
     MultinodeError,
     OwnedArgError,
     ParallelismError,
@@ -35,6 +38,7 @@ from .settings import MultinodeSettings
 __all__ = [
     "ContainerError",
     "EnvFileError",
+    "JobDirectoryError",
     "MultinodeClient",
     "MultinodeError",
     "MultinodeLauncher",

@@ -1,6 +1,5 @@
 """The three subclasses and the hub's one call: the whole contact with vec-inf."""
 
-import json
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -63,7 +62,6 @@ _models: Any = _vec_inf("vec_inf.client", "models", None)
 # States that a job is in again after a requeue, while an old failure.json may remain.
 _HEALTHY = ("PENDING", "LAUNCHING", "READY")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
-FAILURE_FILE = "failure.json"
 
 _SEAM = seam.inspect_vec_inf()
 
@@ -243,6 +241,37 @@ class MultinodeClient(_VecInfClient):
             status.server_status = _models.ModelStatus.FAILED
             status.failed_reason = cause
         return status
+
+    def diagnose(self, slurm_job_id: str, log_dir: Optional[str] = None) -> Any:
+        """Say what became of a job, and why.
+
+        Parameters
+        ----------
+        slurm_job_id : str
+            Slurm's id.
+        log_dir : str, optional
+            Where to look when Slurm has forgotten the job; by default where vec-inf
+            keeps its logs.
+
+        Returns
+        -------
+        diagnose.Diagnosis
+            With ``as_dict()``.
+
+        Raises
+        ------
+        JobDirectoryError
+            If the job has no directory there.
+        """
+        from .diagnose import of_job  # not needed for a launch
+
+        where = Path(log_dir).expanduser() if log_dir else default_log_dir()
+        return of_job(str(slurm_job_id), where)
+
+
+def default_log_dir() -> Path:
+    """Where vec-inf keeps its logs unless a launch says otherwise."""
+    return Path(_slurm_vars.DEFAULT_ARGS["log_dir"]).expanduser()
 
 
 class MultinodeLauncher(_ModelLauncher):
@@ -448,11 +477,10 @@ class MultinodeScriptGenerator(_SlurmScriptGenerator):
 
 def _failure(job_dir: Path) -> Optional[str]:
     """The cause that a job of ours left in its directory, None if there is none."""
-    try:
-        message = json.loads((job_dir / FAILURE_FILE).read_text("utf-8"))["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return f"LLMHUB-ERROR: {message}"
+    from .jobdir import JobDirectory  # not needed for a launch
+
+    record = JobDirectory(job_dir).failure() or {}
+    return f"LLMHUB-ERROR: {record['message']}" if record.get("message") else None
 
 
 def _sizes(parallelism: Parallelism) -> dict[str, int]:

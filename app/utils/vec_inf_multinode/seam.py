@@ -141,6 +141,7 @@ MEMBERS: tuple[Member, ...] = (
     ),
     Member(_SLURM_VARS, "IMAGE_PATH", keys=("vllm",)),
     Member(_SLURM_VARS, "CONTAINER_MODULE_NAME"),
+    Member(_SLURM_VARS, "DEFAULT_ARGS", keys=("log_dir",)),
     Member(
         _CLIENT_VARS,
         "ENGINE_SHORT_TO_LONG_MAP",

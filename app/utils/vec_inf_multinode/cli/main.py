@@ -9,6 +9,7 @@ from .. import seam
 from ..errors import MultinodeError, SlurmJobError, SubmitError
 from ..version import __version__
 from . import common
+from .diagnose import diagnose
 
 
 @click.group(
@@ -23,6 +24,9 @@ def cli() -> None:
     report = seam.inspect_vec_inf()
     if not report.ok:
         raise common.CommandError(report.message(), common.REFUSED)
+
+
+cli.add_command(diagnose)
 
 
 def exit_code(err: Exception) -> int:

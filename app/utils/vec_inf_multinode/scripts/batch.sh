@@ -408,30 +408,19 @@ llmhub_await_server() {
     printf '%s\n' "$PLAN_READY_SIGNATURE" >&4
 }
 
-# Known causes in a rank's log, the telling ones first: "PATTERN|VERDICT".
-LLMHUB_CAUSES=(
-    'CUDA out of memory|out of GPU memory'
-    'No available memory for the cache blocks|too little GPU memory for the KV cache'
-    'larger than the maximum number of tokens that can be stored in KV cache|KV cache too small for the context length'
-    'Address already in use|a port is in use'
-    'unrecognized arguments|this vLLM does not know an engine argument'
-    'Illegal instruction|the CPU lacks an instruction that this build uses'
-    'No space left on device|no space left on a file system'
-    'FATAL: .*(mount|bind)|a bind path is missing'
-    'could not open image|the container image is missing'
-    'Connection closed by peer|a peer rank went away'
-    'connectFullMesh failed|Gloo could not connect the ranks'
-    'NCCL error|NCCL failed'
-    'HFValidationError|Repository Not Found|the model path does not exist in the container'
-    'died unexpectedly|a worker process of the engine died'
-    'GatedRepoError|the model is gated: HF_TOKEN is missing or has no access'
-)
-
+# Prints the verdict of the first known failure, in their order, that the logs show. One
+# pass over the logs, which may be huge: most lines match nothing.
 llmhub_cause() { # LOG...
-    local entry
-    for entry in "${LLMHUB_CAUSES[@]}"; do
-        if grep -q -s -E -e "${entry%|*}" -- "$@"; then
-            printf '%s\n' "${entry##*|}"
+    local i lines any=()
+    for i in "${!LLMHUB_FAILURE_PATTERNS[@]}"; do
+        any+=(-e "${LLMHUB_FAILURE_PATTERNS[i]}")
+    done
+    # bytes: a log need not be text
+    lines=$(LC_ALL=C grep -a -h -s -E "${any[@]}" -- "$@" | tail -n 5000)
+    [ -n "$lines" ] || return 1
+    for i in "${!LLMHUB_FAILURE_PATTERNS[@]}"; do
+        if LC_ALL=C grep -a -q -E -e "${LLMHUB_FAILURE_PATTERNS[i]}" <<<"$lines"; then
+            printf '%s\n' "${LLMHUB_FAILURE_VERDICTS[i]}"
             return 0
         fi
     done
