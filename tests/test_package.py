@@ -15,6 +15,7 @@ import pytest
 import support
 
 from app.utils.vec_inf_multinode import MultinodeSettings
+from app.utils.vec_inf_multinode.plan import MIN_VLLM
 from app.utils.vec_inf_multinode.settings import ALIAS_PREFIX, PREFIX
 
 README = support.TREE / "README.md"
@@ -196,6 +197,11 @@ def test_the_readme_quotes_real_messages():
         if not any(pattern.match(message) for pattern in quoted.values())
     ]
     assert not missed
+
+
+def test_the_readme_names_the_first_vllm():
+    """What the cluster must have is what the job looks for."""
+    assert f"`--nnodes` ({MIN_VLLM} or newer)" in README.read_text("utf-8")
 
 
 def test_the_readme_names_real_targets():
