@@ -7,6 +7,7 @@ gives, each run has a time limit, and what it left running is ended by its id.
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -44,6 +45,7 @@ TOOLS += (
 )
 
 IMAGE = support.ENVIRONMENT["paths"]["vllm_image_path"]
+IMAGE_SITE = "lib/python3.12/site-packages"
 MODEL = "two-nodes"
 JOB_ID = 4242
 NODES = ("nid001", "nid002")
@@ -176,12 +178,23 @@ class Node:
         self.say("squeue", "UNLIMITED\n")
         self.say("srun.json", "{}")
         self.say("http.json", "{}")
+        self.install_vllm("0.32.0")
 
     def say(self, name: str, text: str) -> None:
         """Let a stand-in find this text; replaced in one step, it may be reading."""
         new = self.etc / f".{name}"
         new.write_text(text)
         new.rename(self.etc / name)
+
+    def install_vllm(self, *versions: str, site: str = IMAGE_SITE) -> None:
+        """Let the image have these versions of vLLM, and no other."""
+        image = self.etc / "image"
+        shutil.rmtree(image, ignore_errors=True)
+        program = image / "bin" / "vllm"
+        program.parent.mkdir(parents=True)
+        program.touch(0o755)
+        for version in versions:
+            image.joinpath(site, f"vllm-{version}.dist-info").mkdir(parents=True)
 
     def environ(self, nodes: tuple[str, ...] = NODES) -> dict[str, str]:
         """Variables of every process on this machine."""
@@ -516,7 +529,9 @@ class RankRun(Run):
                 else:
                     pipe.flush()
                 self.run([str(self.node.path / "bash"), str(script)], out, err, stdin)
-        self.out, self.err = out.read_text(), err.read_text()
+        self.out, text = out.read_text(), err.read_text()
+        said = re.compile(r"^LLMHUB-SAY (.*)\n", re.M)
+        self.said, self.err = said.findall(text), said.sub("", text)
         return self
 
     @property

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from node import (
     IMAGE,
+    IMAGE_SITE,
     INTERFACES,
     JOB_ID,
     MASTER,
@@ -361,6 +362,101 @@ def test_cancelled_at_the_barrier(run):
     assert run.notes.get("status", 0) != 0
     assert "LLMHUB-" not in run.err
     assert run.node.calls("apptainer") == []
+
+
+# ---------------------------------------------------------------- vLLM's version
+
+
+def image_with(*versions, site=IMAGE_SITE, **more):
+    """A rank 0 whose image has these versions of vLLM."""
+    return RankCase(
+        before=lambda run: run.node.install_vllm(*versions, site=site), **more
+    )
+
+
+def twice_in_the_image(run):
+    """Let the image have its one vLLM under lib64 too, as many have."""
+    run.node.etc.joinpath("image", "lib64").symlink_to("lib")
+
+
+def linked_program(run):
+    """Let the command on PATH be a link into the place where vLLM is."""
+    image = run.node.etc / "image"
+    image.rename(image.with_name("venv"))
+    image.joinpath("bin").mkdir(parents=True)
+    image.joinpath("bin", "vllm").symlink_to(image.with_name("venv") / "bin" / "vllm")
+
+
+UNKNOWN = (
+    f"WARN: cannot tell the version of vLLM in {IMAGE}; it must be 0.11.1 or newer"
+)
+
+
+@cases(
+    "said",
+    {
+        **{
+            version: (image_with(version), f"TOPOLOGY: vllm {version}")
+            for version in (
+                *("0.11.1", "0.11.1rc2", "0.11.2.post1", "0.12", "0.32.0", "1.0"),
+                *("0.19.0+cpu", "0.100.0+cu130", "10.1.0"),
+                # builds of some commit: nobody can tell
+                *("0.1.dev1+cpu", "0.11.0rc3.dev12+g1a2b3c4", "0+unknown"),
+            )
+        },
+        "debian": (
+            image_with("0.32.0", site="lib/python3/dist-packages"),
+            "TOPOLOGY: vllm 0.32.0",
+        ),
+        "lib64": (RankCase(before=twice_in_the_image), "TOPOLOGY: vllm 0.32.0"),
+        "link": (RankCase(before=linked_program), "TOPOLOGY: vllm 0.32.0"),
+        "no-metadata": (image_with(), UNKNOWN),
+        "two-versions": (image_with("0.10.0", "0.32.0"), UNKNOWN),
+        "no-container": (RankCase(say={"probe": "exit 255"}), UNKNOWN),
+        "hangs": (RankCase(say={"probe": "exec sleep 60"}), UNKNOWN),
+    },
+)
+def test_a_vllm_that_may_work(run, said):
+    """Its version is in the job's log; one that cannot be told is no obstacle."""
+    assert run.said == [said]
+    assert run.status == 1 and run.end_line()["status"] == "0"
+    assert run.container.text[4:9] == ["env", "-u", "FI_LOG_LEVEL", "vllm", "serve"]
+
+
+OLD = ("0.9.2", "0.10.1.1+cu128", "0.11.0", "0.11.0.post2", "0.11.0rc6", "0.11")
+
+
+@cases("version", {version: (image_with(version), version) for version in OLD})
+def test_a_vllm_that_is_too_old(run, version):
+    """The rank refuses before it starts the engine, and names both versions."""
+    assert run.status == 1
+    assert run.err == f"LLMHUB-REFUSED rank=0 node=nid001: {too_old(version)}\n"
+    assert run.node.calls("apptainer") == []
+
+
+def too_old(version):
+    """The reason that is given."""
+    return (
+        f"vLLM {version} in {IMAGE} cannot serve over several nodes; the first version "
+        "that can is 0.11.1: name a newer image in vec-inf's environment.yaml"
+    )
+
+
+@case(image_with("0.9.2", rank=1))
+def test_one_rank_looks_at_the_image(run):
+    """It is the same image on every rank."""
+    assert run.node.calls("probe") == []
+    assert run.container
+
+
+@case(RankCase(environ={"APPTAINERENV_PATH": "/there"}))
+def test_the_version_is_that_of_the_container_that_will_run(run):
+    """The image is asked with the environment, and the binds, of the engine."""
+    (probe,) = run.node.calls("probe")
+    assert probe.text[:5] == [*run.container.text[:4], "sh"]
+    names = ("APPTAINERENV_PATH", "APPTAINER_BINDPATH", "APPTAINERENV_VLLM_HOST_IP")
+    for name in map(os.fsencode, names):
+        assert probe.environ[name] == run.container.environ[name]
 
 
 # ---------------------------------------------------------------- environment
@@ -720,9 +816,28 @@ def test_topology_and_ready(run):
     stage = run.lines("STAGE-A")
     assert sorted(stage[:2]) == ["rank 0 up on nid001", "rank 1 up on nid002"]
     assert stage[2:] == ["all 2 ranks launched"]
+    assert topology[5:] == ["sizes tp derived, pp derived", "vllm 0.32.0"]
     assert run.lines("WARN") == []
     assert run.notes["status"] == "RUNNING"
     assert run.err == "INFO:     Application startup complete.\n"
+
+
+@case(JobCase(before=lambda run: run.node.install_vllm("0.11.0")))
+def test_a_vllm_that_is_too_old_ends_the_job(run):
+    """At once, with the reason, in every place where one looks."""
+    assert run.status == 1
+    assert run.errors() == [too_old("0.11.0")]
+    assert run.failure()["message"] == too_old("0.11.0")
+    assert run.failure()["rank"] == 0
+    assert run.node.calls("apptainer", "0") == []
+    assert run.seconds < 5
+
+
+@case(JobCase(before=lambda run: run.node.install_vllm(), during=when_ready))
+def test_a_vllm_of_no_known_version_serves(run):
+    """The job says that it cannot tell, and goes on."""
+    assert run.lines("WARN") == [UNKNOWN.removeprefix("WARN: ")]
+    assert run.notes["status"] == "RUNNING"
 
 
 @case(JobCase(during=when_ready))

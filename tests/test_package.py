@@ -16,6 +16,7 @@ import support
 import yaml
 
 from app.utils.vec_inf_multinode import MultinodeSettings
+from app.utils.vec_inf_multinode.plan import MIN_VLLM
 from app.utils.vec_inf_multinode.settings import ALIAS_PREFIX, PREFIX
 
 README = support.TREE / "README.md"
@@ -206,6 +207,11 @@ def test_the_readme_has_the_messages_that_are_known():
     written = [(cell[1], advice) for cell, advice in rows if cell]
     data = yaml.safe_load((support.PACKAGE / "failures.yaml").read_text())
     assert written == [(m["message"], m["advice"]) for m in data["messages"]]
+
+
+def test_the_readme_names_the_first_vllm():
+    """What the cluster must have is what the job looks for."""
+    assert f"`--nnodes` ({MIN_VLLM} or newer)" in README.read_text("utf-8")
 
 
 def test_the_readme_names_real_targets():

@@ -23,6 +23,9 @@ from .settings import MultinodeSettings
 ENGINE = "vllm"
 CONTAINER_MODULE = "apptainer"
 
+# The first vLLM that has `--nnodes` and its kin.
+MIN_VLLM = "0.11.1"
+
 TENSOR = "--tensor-parallel-size"
 PIPELINE = "--pipeline-parallel-size"
 # vLLM's other factors of the world size. Decode-context and expert parallelism reuse

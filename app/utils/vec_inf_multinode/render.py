@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Optional
 
-from .plan import RANK_ENV, LaunchPlan
+from .plan import MIN_VLLM, RANK_ENV, LaunchPlan
 
 SCRIPTS = "scripts"
 _HEREDOC_END = "LLMHUB_END_OF_RANK_SCRIPT"
@@ -76,6 +76,7 @@ def plan_block(plan: LaunchPlan, *, ready_signature: str) -> str:
         assign_array("PLAN_ENV_VALUES", (value for _, value in plan.env)),
         assign_array("PLAN_ENV_LEFT_OUT", plan.left_out_env),
         assign_array("PLAN_RANK_ENV", sorted(RANK_ENV)),
+        assign("PLAN_MIN_VLLM", MIN_VLLM),
         assign("PLAN_WORK_DIR", plan.work_dir),
         assign("PLAN_LOG_DIR", plan.log_dir),
         assign("PLAN_SRC_DIR", plan.src_dir),

@@ -74,6 +74,7 @@ llmhub_listen() { # SECONDS
         *LLMHUB-REFUSED* | *LLMHUB-END*stopping=0* | 'srun: error: '*': task'*)
             LLMHUB_RANK_FAILED=1
             ;;
+        *'LLMHUB-SAY '*) llmhub_say "${line#*LLMHUB-SAY }" ;;
     esac
 }
 

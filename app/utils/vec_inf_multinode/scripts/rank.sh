@@ -11,6 +11,11 @@ SECONDS=0
 STOPPING=0
 CHILD=
 
+# A line of the job's own log, through the batch script.
+say() { # MESSAGE
+    printf 'LLMHUB-SAY %s\n' "$1" >&2
+}
+
 refuse() { # MESSAGE
     printf 'LLMHUB-REFUSED rank=%s node=%s: %s\n' "$RANK" "$NODE" "$1" >&2
     exit 1
@@ -160,6 +165,37 @@ set_container_env() {
     set_nccl_debug
 }
 
+# Prints the versions of vLLM that are installed beside the container's vllm command, by
+# the names of their metadata folders: `vllm --version` would load all of torch.
+# shellcheck disable=SC2016 # the container's shell expands it
+PROBE='
+command=$(readlink -f "$(command -v vllm)")
+for info in "${command%/bin/*}"/lib*/python3*/*-packages/vllm-*.dist-info; do
+    [ ! -d "$info" ] || basename "${info#*/vllm-}" .dist-info
+done
+'
+
+# False for what cannot be compared: a build of some commit, a version of a form not known.
+is_older() { # VERSION FIRST
+    local release=${1%%[!0-9.]*}
+    [[ $1 =~ ^[0-9]+\.[0-9] && $1 != *dev* ]] && ! printf '%s\n' "$2" "${release%.}" | sort -C -V
+}
+
+# Only a version that is known to be too old ends the job; it does so while the other
+# ranks start, long before weights are read.
+check_vllm() {
+    local version image=${PLAN_CONTAINER[-1]}
+    version=$(timeout -k 2 10 "${PLAN_CONTAINER[@]}" sh -c "$PROBE" </dev/null 2>/dev/null | sort -u)
+    # lib64 may be lib under another name, hence sort -u; two versions tell nothing
+    if [[ ! $version =~ ^[^[:space:]]+$ ]]; then
+        say "WARN: cannot tell the version of vLLM in $image; it must be $PLAN_MIN_VLLM or newer"
+    elif is_older "$version" "$PLAN_MIN_VLLM"; then
+        refuse "vLLM $version in $image cannot serve over several nodes; the first version that can is $PLAN_MIN_VLLM: name a newer image in vec-inf's environment.yaml"
+    else
+        say "TOPOLOGY: vllm $version"
+    fi
+}
+
 # shellcheck disable=SC2317 # called by the trap
 # On a signal: the container is told. Whether its end is a failure, only the batch script
 # knows.
@@ -252,8 +288,9 @@ trap forward_signal TERM INT HUP
 check_gpus
 find_fabric
 mark_started
-await_all_ranks
 set_container_env
+[ "$RANK" -ne 0 ] || check_vllm
+await_all_ranks
 run_container
 report_end
 exit "$STATUS"
