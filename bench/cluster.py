@@ -5,6 +5,7 @@ Each function takes one measurement; `bench.py` takes them in turns.
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -470,11 +471,8 @@ def ray_seconds(lab: Lab, hub: Hub, venv: str, limit: float) -> tuple[float, str
             if url.startswith("http") and answers(url):
                 return time.time() - born(out), "serves"
             time.sleep(0.5)
-        state = job.state()
-        text = job.log("err")
-        seen = [line for line in text.splitlines() if "rror" in line]
-        last = seen[-1][:200] if seen else text[-200:]
-        return time.time() - born(out), f"{state}: {last}"
+        said = re.findall(r"^.*[Ee]rror.*\b[Rr]ay\b.*$", job.log("err"), re.MULTILINE)
+        return time.time() - born(out), said[-1].strip()[:200] if said else "nothing"
     finally:
         job.cancel()
         job.wait_gone(120)

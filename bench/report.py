@@ -96,6 +96,15 @@ def serve_rows(raw: dict[str, Any]) -> Iterable[tuple[str, ...]]:
     )
 
 
+def ray_rows(raw: dict[str, Any]) -> Iterable[tuple[str, ...]]:
+    """How far vec-inf's own script comes on this cluster."""
+    for where in ("environment", "container"):
+        seconds, words = raw[where][-1]
+        said = words.replace("|", "/")
+        what = f"vec-inf's own script in the {where}, to READY"
+        yield what, "", f"{seconds:.0f} s: {said}", "", "", ""
+
+
 def scale_rows(raw: dict[str, Any]) -> Iterable[tuple[str, ...]]:
     """Rows of jobs of many nodes."""
     for nodes in sorted({row["nodes"] for row in raw["jobs"]}):
@@ -119,6 +128,7 @@ ROWS = {
     "hub": hub_rows,
     "start": start_rows,
     "serve": serve_rows,
+    "ray": ray_rows,
     "scale": scale_rows,
 }
 
