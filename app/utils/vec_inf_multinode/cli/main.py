@@ -9,6 +9,7 @@ from .. import seam
 from ..errors import MultinodeError, SlurmJobError, SubmitError
 from ..version import __version__
 from . import common
+from .run import command as run
 
 
 @click.group(
@@ -23,6 +24,9 @@ def cli() -> None:
     report = seam.inspect_vec_inf()
     if not report.ok:
         raise common.CommandError(report.message(), common.REFUSED)
+
+
+cli.add_command(run)
 
 
 def exit_code(err: Exception) -> int:
