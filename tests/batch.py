@@ -92,6 +92,15 @@ class Cluster:
         self.directory(job_id).joinpath("failure.json").write_text(json.dumps(failure))
         self.show(job_id, "FAILED")
 
+    def change(self, name: str, old: str, new: str) -> None:
+        """Change the text of a stand-in."""
+        place = self.login.path / name
+        text = place.resolve().read_text()
+        assert text.count(old) == 1
+        place.unlink()
+        place.write_text(text.replace(old, new))
+        place.chmod(0o755)
+
     def calls(self, *words: str) -> int:
         """How often Slurm was called in this way."""
         return sum(call[: len(words)] == list(words) for call in self.login.calls())
@@ -118,14 +127,19 @@ class Cluster:
         return [f"line-{n}" for n in range(1, count + 1)]
 
     def start_program(
-        self, *options: str, job: Optional[str] = None, **environ: str
+        self,
+        *options: str,
+        job: Optional[str] = None,
+        wrap: str = 'exec "$@"',
+        **environ: str,
     ) -> subprocess.Popen[str]:
-        """Start the program, in a process group of its own."""
+        """Start the program from a shell, in a process group of its own."""
         places = self.login.request()
         launch = [f"--{k.replace('_', '-')}={v}" for k, v in places.items()]
         words = [f"--job-id={job}"] if job else launch
         return subprocess.Popen(
             [
+                *("/bin/bash", "-c", wrap, "bash"),
                 *(sys.executable, "-m", PROGRAM, "run", MODEL),
                 *("--input", str(self.source), "--output", str(self.output)),
                 *("--concurrency=4", *words, *options),

@@ -14,6 +14,8 @@ class Endpoint:
 
     Attributes
     ----------
+    healthy : bool
+        What ``/health`` says.
     key : str or None
         API key that it wants.
     served : list of str
@@ -29,15 +31,15 @@ class Endpoint:
     """
 
     def __init__(self, *served: str):
-        self.served, self.key, self.pause = list(served), None, 0.0
+        self.served, self.healthy = list(served), True
+        self.key, self.pause = None, 0.0
         self.asked: Counter[str] = Counter()
         self.bodies: list[tuple[str, Any]] = []
         self.most_at_once = self._at_once = 0
         self._script: dict[str, deque[Any]] = defaultdict(deque)
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"endpoint": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     @property
@@ -82,6 +84,13 @@ def prompt_of(body: Any) -> str:
     return str(body.get("prompt", body.get("input")))
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *args: Any) -> None:
+        """Say nothing of a client that was killed."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     endpoint: Endpoint
@@ -92,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Health and models."""
         if self.path == "/health":
-            self._reply(200, {})
+            self._reply(200 if self.endpoint.healthy else 503, {})
         elif not self._has_key():
             self._reply(401, {"error": {"message": "Unauthorized"}})
         else:

@@ -29,6 +29,10 @@ class OutputBusyError(OSError):
     """Another run writes to the output."""
 
 
+class WriteError(Exception):
+    """A result could not be written; those before it are safe."""
+
+
 @dataclass
 class Tally:
     """What the results come to.
@@ -192,15 +196,18 @@ class Output:
 
         Raises
         ------
-        OSError
+        WriteError
             If it could not be written whole, to a full disk for instance.
         """
         line = json.dumps(result).encode() + b"\n"
         end = os.fstat(self._descriptor).st_size
-        # one write, so that a kill leaves the line or nothing of it
-        if os.write(self._descriptor, line) < len(line):
-            os.ftruncate(self._descriptor, end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.lines))
+        try:
+            # one write, so that a kill leaves the line or nothing of it
+            if os.write(self._descriptor, line) < len(line):
+                os.ftruncate(self._descriptor, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as err:
+            raise WriteError(err.strerror) from err
         self.tally.add(result)
         self.done.add(result["custom_id"])
 

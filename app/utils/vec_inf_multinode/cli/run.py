@@ -12,14 +12,14 @@ import requests
 
 from ..launcher import MultinodeClient
 from ..prompts import Survey, read_requests, survey
-from ..results import Output, OutputBusyError, OutputError
+from ..results import Output, OutputBusyError, OutputError, WriteError
 from ..sending import Sender, Server
 from . import common
 from .progress import RunProgress
 from .run_job import (
     Job,
     JobLost,
-    api_key,
+    api_keys,
     directory_of,
     ending_signals,
     stopped_at_the_end,
@@ -95,30 +95,36 @@ class Run:
             self.job.launch(launch)
         status = self.job.wait()
         root = status.base_url.rstrip("/").removesuffix("/v1")
-        server = Server(root, api_key(directory_of(status)), **patience)
-        self._check_served(server)
-        say(f"Job {self.job.id} serves at {status.base_url}")
-        return server
+        for key in api_keys(directory_of(status)):
+            server = Server(root, key, **patience)
+            if self._is_let_in(server):
+                say(f"Job {self.job.id} serves at {status.base_url}")
+                return server
+        raise common.CommandError(
+            f"Job {self.job.id} refuses the API key. It is VLLM_API_KEY of the job's "
+            "own env; without one there, VLLM_API_KEY or OPENAI_API_KEY of this shell.",
+            common.BAD_INPUT,
+        )
 
-    def _check_served(self, server: Server) -> None:
-        """Refuse a wrong key or model once, instead of every request."""
+    def _is_let_in(self, server: Server) -> bool:
+        """Whether the key is good: one request instead of an error for each.
+
+        Raises
+        ------
+        CommandError
+            If it serves another model.
+        """
         try:
             answer = server.models()
             served = [one["id"] for one in answer.json()["data"]] if answer.ok else []
         except (requests.RequestException, ValueError, KeyError, TypeError):
-            return  # the requests themselves will tell
-        if answer.status_code in (401, 403):
-            raise common.CommandError(
-                f"Job {self.job.id} refuses the API key (HTTP {answer.status_code}). "
-                "It is taken from the job's own env (VLLM_API_KEY); from VLLM_API_KEY "
-                "or OPENAI_API_KEY here only if the job's JSON cannot be read.",
-                common.BAD_INPUT,
-            )
+            return True  # the requests themselves will tell
         if served and self.model not in served:
             raise common.CommandError(
                 f"Job {self.job.id} serves {', '.join(served)}, not {self.model!r}.",
                 common.BAD_INPUT,
             )
+        return answer.status_code not in (401, 403)
 
     def send(self, server: Server, concurrency: int) -> None:
         """Send what has no result yet, and write each result as it comes."""
@@ -161,6 +167,8 @@ class Run:
             what, code = "Interrupted", common.INTERRUPTED
         except JobLost as lost:
             what, code = f"Job {self.job.id} is lost: {lost}", common.FAILED
+        except WriteError as err:
+            what, code = f"Cannot write: {err}", common.FAILED
         except OutputError as err:
             raise common.CommandError(str(err), common.BAD_INPUT) from None
         except OutputBusyError as err:

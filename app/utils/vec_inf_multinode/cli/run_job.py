@@ -137,17 +137,24 @@ def wait_ready(client: Any, job_id: str, say: Say) -> Any:
         time.sleep(POLL)
 
 
-def api_key(directory: JobDirectory) -> Optional[str]:
-    """The key of a job: from its own env, or this shell's if that cannot be read."""
-    facts = directory.facts()
-    if not facts:
-        return os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    value = (facts.get("env") or {}).get("VLLM_API_KEY")
-    # the ranks expand $NAME from the job's environment, which came from a shell
-    return value and re.sub(
+def api_keys(directory: JobDirectory) -> list[Optional[str]]:
+    """Keys to try: the one in the job's own env, or none and then this shell's.
+
+    A key of the shell is shown only to a server that wants one.
+    """
+    value = (directory.facts().get("env") or {}).get("VLLM_API_KEY")
+    if value:
+        return [expanded(str(value))]
+    shells = (os.environ.get(name) for name in ("VLLM_API_KEY", "OPENAI_API_KEY"))
+    return [None, *filter(None, shells)]
+
+
+def expanded(value: str) -> str:
+    """A value of env as the ranks have it: their environment came from a shell."""
+    return re.sub(
         r"\$(?:\{(\w+)\}|(\w+))",
         lambda found: os.environ.get(found[1] or found[2], ""),
-        str(value),
+        value,
     )
 
 
@@ -296,12 +303,20 @@ class Job:
 
 @contextmanager
 def signals_later() -> Iterator[None]:
-    """Keep the ending signals waiting, from what is started in here too."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    """Keep the ending signals waiting; what is started in here does not hear them.
+
+    Blocked, they stay pending for this process though they are ignored (Linux);
+    ignored, they are so for its children too, where a shell unblocks them.
+    """
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    ignore_signals()
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
