@@ -26,6 +26,8 @@ class Endpoint:
         How often each prompt was asked for.
     bodies : list
         Every (path, body) that was posted.
+    authorizations : set
+        Every ``Authorization`` that came, None for none.
     most_at_once : int
         Most requests under way at one time.
     """
@@ -35,6 +37,7 @@ class Endpoint:
         self.key, self.pause = None, 0.0
         self.asked: Counter[str] = Counter()
         self.bodies: list[tuple[str, Any]] = []
+        self.authorizations: set[Any] = set()
         self.most_at_once = self._at_once = 0
         self._script: dict[str, deque[Any]] = defaultdict(deque)
         self._lock = threading.Lock()
@@ -130,8 +133,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.endpoint.end()
 
     def _has_key(self) -> bool:
-        key = self.endpoint.key
-        return not key or self.headers.get("Authorization") == f"Bearer {key}"
+        given, key = self.headers.get("Authorization"), self.endpoint.key
+        self.endpoint.authorizations.add(given)
+        return not key or given == f"Bearer {key}"
 
     def _drop(self, in_the_middle: bool) -> None:
         if in_the_middle:
