@@ -474,7 +474,7 @@ REMOVALS = [
     row(
         "the release",
         LAUNCHER,
-        "            _release(self.slurm_job_id)\n",
+        "            release(self.slurm_job_id)\n",
         "",
         PLAN + "test_a_launch",
     ),

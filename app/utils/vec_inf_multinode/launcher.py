@@ -63,6 +63,9 @@ _models: Any = _vec_inf("vec_inf.client", "models", None)
 _HEALTHY = ("PENDING", "LAUNCHING", "READY")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
+# Called with Slurm's id of a job as soon as it is known.
+OnSubmitted = Optional[Callable[[str], None]]
+
 _SEAM = seam.inspect_vec_inf()
 
 
@@ -178,14 +181,21 @@ def _routes(client: Any, model_name: str, request: Mapping[str, Any]) -> bool:
 
 
 def _dispatch(
-    client: Any, model_name: str, options: Any, stock: Callable[[], Any]
+    client: Any,
+    model_name: str,
+    options: Any,
+    stock: Callable[[], Any],
+    on_submitted: OnSubmitted = None,
 ) -> Any:
     request = (
         {k: v for k, v in vars(options).items() if v is not None} if options else {}
     )
     if not _routes(client, model_name, request):
-        return stock()
-    return MultinodeLauncher(model_name, request).launch()
+        response = stock()
+        if on_submitted:
+            on_submitted(response.slurm_job_id)
+        return response
+    return MultinodeLauncher(model_name, request).launch(on_submitted)
 
 
 def launch_model(client: Any, model_name: str, options: Any = None) -> Any:
@@ -224,10 +234,19 @@ class MultinodeClient(_VecInfClient):
     The rest is vec-inf's.
     """
 
-    def launch_model(self, model_name: str, options: Any = None) -> Any:
-        """Launch a model, as the function `launch_model` does."""
+    def launch_model(
+        self,
+        model_name: str,
+        options: Any = None,
+        on_submitted: OnSubmitted = None,
+    ) -> Any:
+        """Launch a model, as the function `launch_model` does.
+
+        `on_submitted` is given Slurm's id as soon as it is known; a multi-node job is
+        still held then, so that a caller that dies here leaves nothing running.
+        """
         stock = partial(super().launch_model, model_name, options=options)
-        return _dispatch(self, model_name, options, stock)
+        return _dispatch(self, model_name, options, stock, on_submitted)
 
     def get_status(self, slurm_job_id: str) -> Any:
         """Status as vec-inf's, but FAILED with its cause for a job of ours that failed.
@@ -358,17 +377,20 @@ class MultinodeLauncher(_ModelLauncher):
             f"{self.params['log_dir']}/{self.model_name}",
         )
 
-    def launch(self) -> Any:
+    def launch(self, on_submitted: OnSubmitted = None) -> Any:
         """Submit the job held, let vec-inf write its files, then release it.
 
         vec-inf makes the job directory and JSON after sbatch has returned; a job that
-        started before would lose its log.
+        started before would lose its log. `on_submitted` is called with the id before
+        the release, for a multi-node job.
         """
         if not is_multinode_vllm(self.params):
             return super().launch()
         try:
             response = super().launch()
-            _release(self.slurm_job_id)
+            if on_submitted:
+                on_submitted(self.slurm_job_id)
+            release(self.slurm_job_id)
         except BaseException:
             self._undo()
             raise
@@ -498,7 +520,8 @@ def _env_file(path: str, number: int) -> list[str]:
         ) from None
 
 
-def _release(job_id: str) -> None:
+def release(job_id: str) -> None:
+    """Let a held job start."""
     _, stderr = _utils.run_bash_command(render.release_command(job_id))
     if stderr:
         raise SubmitError(

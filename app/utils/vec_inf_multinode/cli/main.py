@@ -10,6 +10,7 @@ from ..errors import MultinodeError, SlurmJobError, SubmitError
 from ..version import __version__
 from . import common
 from .diagnose import diagnose
+from .run import command as run
 
 
 @click.group(
@@ -27,6 +28,7 @@ def cli() -> None:
 
 
 cli.add_command(diagnose)
+cli.add_command(run)
 
 
 def exit_code(err: Exception) -> int:
