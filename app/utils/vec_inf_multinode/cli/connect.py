@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from .. import watch
+from .. import slurm, watch
 from ..errors import SlurmJobError
 from ..jobdir import JobDirectory
 from ..launcher import MultinodeClient
@@ -185,9 +185,11 @@ def find_endpoint(client: MultinodeClient, job_id: str) -> Endpoint:
     try:
         status, progress = next(client.follow(job_id))
     except (SlurmJobError, FileNotFoundError) as err:
+        why = f"Slurm does not tell of job {job_id}: {err}"
+        if slurm.no_such_job(str(err)):
+            why = f"Slurm does not know job {job_id}, or not any more"
         raise CommandError(
-            f"Job {job_id} cannot be reached: Slurm does not know it, or does not "
-            f"answer ({err}). 'squeue --me' lists the jobs that are there.",
+            f"{why.strip()}. The jobs that are there: squeue --me",
             slurm_job_id=job_id,
             stage="gone",
         ) from None
