@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import re
 import signal
 import socket
 import subprocess
@@ -46,31 +45,35 @@ class Running:
         Its whole environment.
     tty : bool
         Whether its stderr is a terminal.
+    deaf : bool
+        Whether nobody reads its stdout.
     """
 
-    def __init__(self, argv: list[str], environ: dict[str, str], tty: bool):
+    def __init__(self, argv: list[str], environ: dict[str, str], tty: bool, deaf: bool):
         theirs: Any = subprocess.PIPE
         if tty:
             ours, theirs = pty.openpty()
+        printed, into = os.pipe()
+        if deaf:
+            os.close(printed)
         self.process = subprocess.Popen(
             argv,
             env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=into,
             stderr=theirs,
             start_new_session=True,
         )
+        os.close(into)
         if tty:
             os.close(theirs)
-        source = ours if tty else self.process.stderr.fileno()
         self._said = bytearray()
         self._printed = bytearray()
+        sources = [(ours if tty else self.process.stderr.fileno(), self._said)]
+        sources += [] if deaf else [(printed, self._printed)]
         self._readers = [
-            threading.Thread(target=self._read, args=pair, daemon=True)
-            for pair in (
-                (source, self._said),
-                (self.process.stdout.fileno(), self._printed),
-            )
+            threading.Thread(target=self._read, args=source, daemon=True)
+            for source in sources
         ]
         for reader in self._readers:
             reader.start()
@@ -143,8 +146,10 @@ class Terminal:
         self.login = login
         self.started: list[Running] = []
 
-    def start(self, *words: str, tty: bool = False, **environ: str) -> Running:
-        """Start it; a name that is None is taken out of the environment."""
+    def start(
+        self, *words: str, tty: bool = False, deaf: bool = False, **environ: str
+    ) -> Running:
+        """Start it, with these variables on top."""
         own = {
             **self.login.environ,
             "VEC_INF_CONFIG_DIR": os.environ["VEC_INF_CONFIG_DIR"],
@@ -155,7 +160,7 @@ class Terminal:
             **environ,
         }
         argv = [sys.executable, str(PROGRAM), *words]
-        self.started.append(Running(argv, own, tty))
+        self.started.append(Running(argv, own, tty, deaf))
         return self.started[-1]
 
     def run(self, *words: str, **environ: str) -> Running:
@@ -275,8 +280,9 @@ class StandinJob:
         fresh = self.directory / "json.new"
         fresh.write_text(json.dumps({**facts, "server_address": url}))
         fresh.replace(self.file("json"))
-        self.mark("started on nid[001-002]", "rank 0 up on nid001")
-        self.mark("rank 1 up on nid002", "ready")
+        if OURS in self.file("sbatch").read_text():
+            self.mark("started on nid[001-002]", "rank 0 up on nid001")
+            self.mark("rank 1 up on nid002", "ready")
         self.file("err").write_text(READY_SIGNATURE + "\n")
         return url
 
@@ -285,8 +291,3 @@ class StandinJob:
         if self._engine:
             self._engine.kill()
             self._engine.wait()
-
-
-def without_styles(text: str) -> str:
-    """Text without the escape sequences that rich itself writes."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)

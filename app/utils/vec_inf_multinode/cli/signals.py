@@ -43,10 +43,15 @@ def held() -> Iterator[Callable[[], None]]:
 
     Yields a function that lets them through; what came meanwhile is raised by it.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    # a shell drops the mask that it inherits, but ignores on what was ignored; what is
+    # blocked here stays pending all the same
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
 
     def release() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        while handlers:
+            signal.signal(*handlers.popitem())
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     try:
         yield release
