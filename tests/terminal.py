@@ -1,5 +1,6 @@
 """The console script as real processes, and a job to look at."""
 
+import functools
 import json
 import os
 import pty
@@ -39,26 +40,24 @@ class Running:
 
     Parameters
     ----------
-    argv : list of str
-        The command.
-    environ : dict
-        Its whole environment.
+    start : callable
+        Starts it, given what `subprocess.Popen` takes for its streams.
     tty : bool
         Whether its stderr is a terminal.
     deaf : bool
         Whether nobody reads its stdout.
     """
 
-    def __init__(self, argv: list[str], environ: dict[str, str], tty: bool, deaf: bool):
+    def __init__(
+        self, start: Callable[..., Any], tty: bool = False, deaf: bool = False
+    ):
         theirs: Any = subprocess.PIPE
         if tty:
             ours, theirs = pty.openpty()
         printed, into = os.pipe()
         if deaf:
             os.close(printed)
-        self.process = subprocess.Popen(
-            argv,
-            env=environ,
+        self.process = start(
             stdin=subprocess.DEVNULL,
             stdout=into,
             stderr=theirs,
@@ -96,7 +95,7 @@ class Running:
         """Its stdout so far."""
         return self._printed.decode()
 
-    def wait_for(self, text: str) -> None:
+    def wait_for(self, text: str, limit: float = LIMIT) -> None:
         """Wait until it has said or printed something."""
 
         def there() -> bool:
@@ -105,7 +104,7 @@ class Running:
             ), f"it has ended with {self.process.returncode}\n{self}"
             return text in self.said + self.printed
 
-        wait_until(there, f"{text!r} in\n{self}")
+        wait_until(there, f"{text!r} in\n{self}", limit)
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """Signal its process group, as a terminal does."""
@@ -160,7 +159,8 @@ class Terminal:
             **environ,
         }
         argv = [sys.executable, str(PROGRAM), *words]
-        self.started.append(Running(argv, own, tty, deaf))
+        start = functools.partial(subprocess.Popen, argv, env=own)
+        self.started.append(Running(start, tty, deaf))
         return self.started[-1]
 
     def run(self, *words: str, **environ: str) -> Running:
