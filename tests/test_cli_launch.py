@@ -116,6 +116,14 @@ def test_the_stages_are_shown_as_they_happen(waiting, job):
     assert "\x1b" not in running.said
 
 
+def test_markup_of_a_log_is_text(waiting, job):
+    running = waiting()
+    job.slurm("RUNNING")
+    job.mark("started on x", "rank 0 up on nid001", "rank 1 up on nid002")
+    job.rank_says("[bold]12%[/bold] [/no] \x1b[31mred\n")
+    running.wait_for("loading: [bold]12%[/bold] [/no] red\n")
+
+
 def test_a_terminal_gets_a_live_line(waiting, job):
     """It is gone in the end; the stages stay."""
     running = waiting(tty=True)

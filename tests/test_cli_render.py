@@ -222,14 +222,30 @@ def test_the_mask_leaves_the_rest_of_the_script_alone(login):
     assert check.returncode == 0
 
 
-def test_a_masked_request_is_changed_in_a_copy(login):
-    params = {"env": {"A": KEY}, "engine_args": {"--x": KEY}, "bind": KEY}
+@pytest.mark.parametrize(
+    "value, elsewhere",
+    [
+        pytest.param(KEY, "***", id="long"),
+        # it may be a plain word there
+        pytest.param("/hf", "/hf", id="short"),
+    ],
+)
+def test_a_masked_request_is_changed_in_a_copy(value, elsewhere):
+    """A value of env that stands elsewhere, and as a bind, where vec-inf puts it."""
+    params = {"env": {"A": value}, "engine_args": {"--x": value}, "bind": value}
     assert preview.masked(params) == {
         "env": {"A": "***"},
-        "engine_args": {"--x": "***"},
+        "engine_args": {"--x": elsewhere},
         "bind": "***",
     }
-    assert params["env"] == {"A": KEY}
+    assert params["env"] == {"A": value}
+
+
+def test_a_short_value_is_masked_in_its_own_place_only(shell, request_words):
+    words = request_words(env="OMP_NUM_THREADS=1", vllm_args="--max-model-len=1024")
+    found = rows(shell("render", *words).printed)
+    assert found["--max-model-len"][0] == "1024"
+    assert found["env OMP_NUM_THREADS"][0] == "***"
 
 
 # What hostile words do

@@ -1,4 +1,4 @@
-"""The launching side of the demo, run by the ordinary user: the commands that users run."""
+"""The launching side of the demo: the commands that users run, as one of them."""
 
 import argparse
 import json
