@@ -13,6 +13,11 @@ T3 = "test_multinode_t3_shape.py::"
 T4 = "test_multinode_t4_rank_script.py::"
 T5 = "test_multinode_t5_seam.py::"
 PLAN = "test_plan.py::"
+WATCHED = "test_watch.py::"
+SHOWN = "test_cli_render.py::"
+LAUNCHED = "test_cli_launch.py::"
+SERVED = "test_cli_serve.py::"
+CONNECTED = "test_cli_connect.py::"
 QUOTING = "test_quoting.py::"
 GUARDS = "test_guards.py::"
 
@@ -56,6 +61,10 @@ LAUNCHER, SEAM, RENDER = "launcher.py", "seam.py", "render.py"
 BATCH, RANK, COMMON = "scripts/batch.sh", "scripts/rank.sh", "scripts/common.sh"
 SUBMIT = "scripts/submit.sh"
 PLAN_PY = "plan.py"
+WATCH, PREVIEW, SLURM = "watch.py", "preview.py", "slurm.py"
+CLI_COMMON, CLI_SIGNALS = "cli/common.py", "cli/signals.py"
+CLI_CONNECT, CLI_LAUNCH, CLI_SERVE = "cli/connect.py", "cli/launch.py", "cli/serve.py"
+CLI_STAGES = "cli/stages.py"
 
 REMOVALS = [
     # ------------------------------------------------------------ T1
@@ -1027,5 +1036,211 @@ REMOVALS = [
         "return pickle.loads(_parsed(loader, stream.read()))",
         "return yaml.load(stream, Loader=loader)",
         GUARDS + "test_a_catalog_is_parsed_once[one-node]",
+    ),
+    # ------------------------------------------------------------ the wait
+    row(
+        "the time of a queued job, which does not count",
+        LAUNCHER,
+        "            if progress.stage == watch.QUEUED:\n                deadline = None\n"
+        "            elif deadline is None:",
+        "            if deadline is None:",
+        WATCHED + "test_a_queued_job_does_not_time_out",
+        WATCHED + "test_a_requeued_job_gets_its_time_again",
+    ),
+    row(
+        "the end of a wait with the job's",
+        LAUNCHER,
+        "            if progress.stage == watch.STOPPED:\n                raise _ServerError(",
+        "            if progress.stage == watch.STOPPED:\n                repr(",
+        WATCHED + "test_a_queued_job_does_not_time_out",
+    ),
+    row(
+        "the patience with Slurm's controller",
+        LAUNCHER,
+        "known = answered is not None and not slurm.no_such_job(str(err))",
+        "known = False",
+        WATCHED + "test_a_wait_outlives_a_controller_that_restarts",
+    ),
+    row(
+        "the end of a wait for a job that Slurm has forgotten",
+        LAUNCHER,
+        "known = answered is not None and not slurm.no_such_job(str(err))",
+        "known = answered is not None",
+        WATCHED + "test_a_wait_ends_when_slurm_forgets_the_job",
+    ),
+    row(
+        "the escape sequences of a log",
+        WATCH,
+        '_ESCAPE.sub("", text)',
+        "text",
+        WATCHED + "test_no_control_character_of_a_log_is_told",
+    ),
+    row(
+        "the control characters of a log",
+        WATCH,
+        "for char in text if char.isprintable()",
+        "for char in text",
+        WATCHED + "test_no_control_character_of_a_log_is_told",
+    ),
+    row(
+        "an end that is not known yet",
+        WATCH,
+        'if state == "COMPLETING":',
+        'if state == "":',
+        WATCHED + "test_a_job_that_is_ending_is_not_judged_yet",
+    ),
+    row(
+        "Slurm's silence, which is no end",
+        SLURM,
+        "return True if no_such_job(shown.stderr) else None",
+        "return True",
+        WATCHED + "test_a_job_is_asked_for",
+    ),
+    # ------------------------------------------------------------ what would be submitted
+    row(
+        "the directory that a preview does not make",
+        LAUNCHER,
+        'names = {**function.__globals__, "Path": _NoDirectory}',
+        "names = function.__globals__",
+        SHOWN + "test_the_log_directory_is_not_made",
+        SHOWN + "test_nothing_is_written_and_no_slurm_is_needed",
+    ),
+    row(
+        "the mask over env",
+        PREVIEW,
+        'hidden["env"] = {name: MASK for name in params.get("env") or {}}',
+        'hidden["env"] = dict(params.get("env") or {})',
+        SHOWN + "test_no_secret_is_shown_unless_asked_for",
+        LAUNCHED + "test_json_is_vec_infs_config_without_values_of_env",
+    ),
+    row(
+        "the mask over engine args",
+        PREVIEW,
+        "return pattern.sub(MASK, text) if pattern.search(text) else value",
+        "return value",
+        SHOWN + "test_no_secret_is_shown_unless_asked_for",
+    ),
+    row(
+        "the mask over binds",
+        PREVIEW,
+        "MASK if b in values else b for b in binds",
+        "b for b in binds",
+        SHOWN + "test_a_masked_request_is_changed_in_a_copy[short]",
+    ),
+    row(
+        "the mask that leaves words of the script alone",
+        PREVIEW,
+        "_TELLING = 8",
+        "_TELLING = 1",
+        SHOWN + "test_a_short_value_is_masked_in_its_own_place_only",
+    ),
+    # ------------------------------------------------------------ at the shell
+    row(
+        "the config without values of env",
+        CLI_LAUNCH,
+        "document = masked(response.config)",
+        "document = dict(response.config)",
+        LAUNCHED + "test_json_is_vec_infs_config_without_values_of_env",
+    ),
+    row(
+        "the job of an interrupted submission",
+        CLI_LAUNCH,
+        "            client.shutdown_model(response.slurm_job_id)\n            raise\n",
+        "            raise\n",
+        LAUNCHED + "test_interrupted_while_it_is_submitted_nothing_is_left",
+    ),
+    row(
+        "an sbatch that is not cut short",
+        CLI_SIGNALS,
+        "signal.signal(number, signal.SIG_IGN) for number in STOPPING",
+        "signal.getsignal(number) for number in STOPPING",
+        LAUNCHED + "test_interrupted_while_it_is_submitted_nothing_is_left",
+    ),
+    row(
+        "a submission that is not interrupted",
+        CLI_SIGNALS,
+        "signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [])",
+        LAUNCHED + "test_interrupted_while_it_is_submitted_nothing_is_left",
+    ),
+    row(
+        "the lost connection",
+        CLI_SIGNALS,
+        "STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)",
+        "STOPPING = (signal.SIGINT, signal.SIGTERM)",
+        SERVED + "test_an_interruption_stops_the_job",
+    ),
+    row(
+        "the first Ctrl-C, which the second does not undo",
+        CLI_SIGNALS,
+        "        signal.signal(other, signal.SIG_IGN)\n    raise",
+        "        del other\n    raise",
+        SERVED + "test_a_second_ctrl_c_does_not_undo_the_first",
+    ),
+    row(
+        "the stop of an interrupted serve",
+        CLI_SERVE,
+        "            stop(client, job_id)\n            raise CommandError(",
+        "            raise CommandError(",
+        SERVED + "test_an_interruption_stops_the_job",
+    ),
+    row(
+        "the job that is kept",
+        CLI_SERVE,
+        "            if keep:\n                raise goes_on",
+        "            if False:\n                raise goes_on",
+        SERVED + "test_keep_leaves_the_job",
+    ),
+    row(
+        "the stop of a serve that fails",
+        CLI_SERVE,
+        "if not keep and not slurm.is_over(job_id):",
+        "if False:",
+        SERVED + "test_an_error_of_its_own_stops_the_job",
+        SERVED + "test_a_job_that_vec_inf_alone_calls_failed_is_stopped",
+    ),
+    row(
+        "the wait for the end of the job",
+        CLI_SERVE,
+        "while not slurm.is_over(job_id):",
+        "while False:",
+        SERVED + "test_it_waits_until_slurm_says_that_the_job_is_gone",
+    ),
+    row(
+        "a cancellation that is tried again",
+        CLI_SERVE,
+        "if problem or time.monotonic() - asked > STOP_AGAIN:",
+        "if False:",
+        SERVED + "test_a_cancellation_that_fails_is_tried_again",
+    ),
+    row(
+        "the job id, which a shell would read",
+        CLI_COMMON,
+        "if not _JOB_ID.fullmatch(str(value)):",
+        "if False:",
+        CONNECTED + "test_what_is_no_job_id_is_2_and_reaches_no_shell",
+    ),
+    row(
+        "the quotes of the env lines",
+        CLI_CONNECT,
+        "export {k}={shlex.quote(v)}",
+        "export {k}={v}",
+        CONNECTED + "test_the_env_lines_survive_eval[two words]",
+        CONNECTED + "test_the_env_lines_survive_eval[a;b&c|d>e<f]",
+    ),
+    row(
+        "the key, which is shown only when asked for",
+        CLI_CONNECT,
+        "        if show_secrets:\n            rows",
+        "        if True:\n            rows",
+        CONNECTED + "test_a_key_is_shown_only_when_asked_for",
+        SERVED + "test_it_says_how_to_reach_the_model_and_how_busy_it_is",
+    ),
+    row(
+        "the markup of a log, which is text",
+        CLI_STAGES,
+        "self.console.print(Text(clean_text(text), style=style), soft_wrap=True)",
+        "self.console.print(text, style=style, soft_wrap=True)",
+        LAUNCHED + "test_markup_of_a_log_is_text",
     ),
 ]

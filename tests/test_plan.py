@@ -943,7 +943,8 @@ def test_a_catalog_that_only_the_slow_loader_takes(tmp_path):
     # in an interpreter of its own: this one's yaml has the fast loader only
     code = (
         "import sys; from app.utils.vec_inf_multinode import launcher; "
-        "print(launcher._catalog_entry(None, 'odd', {'config': sys.argv[1]}))"
+        "entry = launcher._catalog_entry(None, 'odd', {'config': sys.argv[1]}); "
+        "print(entry.engine, entry.num_nodes)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)],
@@ -953,7 +954,7 @@ def test_a_catalog_that_only_the_slow_loader_takes(tmp_path):
         timeout=60,
         check=True,
     )
-    assert done.stdout == "{'engine': 'vllm', 'num_nodes': 2}\n"
+    assert done.stdout == "vllm 2\n"
 
 
 def test_a_catalog_that_cannot_be_read_is_not_passed_on(login):

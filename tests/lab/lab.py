@@ -165,8 +165,8 @@ class Lab:
     def client_env(self) -> dict[str, str]:
         """Return the complete environment of a client that the user runs."""
         return {
-            "PATH": f"{self.client_python.parent}:/usr/local/bin:/usr/bin:/bin"
-            ":/usr/sbin:/sbin",
+            "PATH": f"{self.hub}/bin:{self.client_python.parent}:/usr/local/bin"
+            ":/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": str(self.home),
             "USER": self.user,
             "LOGNAME": self.user,
@@ -382,7 +382,9 @@ class Lab:
         sh(["ip", "-n", PREFIX + node, "link", "set", iface, state], timeout=10)
 
     def hub_install(self, app_dir: str | os.PathLike[str]) -> Path:
-        """Copy the project's ``app`` tree to where the user can read it.
+        """Copy the project's ``app`` tree to where the user can read and run it.
+
+        The console script is in the directory ``bin`` of the hub, as pip would make it.
 
         Parameters
         ----------
@@ -401,6 +403,14 @@ class Lab:
         )
         for path in [target, *target.rglob("*")]:
             path.chmod(0o755 if path.is_dir() else 0o644)
+        program = self.hub / "bin" / "vec-inf-multinode"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(
+            f"#!{self.client_python}\nimport sys\n\n"
+            f"sys.path.insert(0, {str(self.hub)!r})\n"
+            "from app.utils.vec_inf_multinode.cli import main\n\nmain()\n"
+        )
+        program.chmod(0o755)
         return self.hub
 
     # Up

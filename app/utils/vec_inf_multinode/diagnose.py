@@ -26,7 +26,6 @@ MAX_LINES = 5
 MAX_LENGTH = 300
 MAX_EVENTS = 40
 
-_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 _ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 _ENDED_BADLY = ("FAILED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "LAUNCH_FAILED")
 _CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*")
@@ -308,7 +307,7 @@ def _state(
 ) -> tuple[str, str]:
     """The state, and one line that says why."""
     slurm_state = slurm.job.get("JobState", "")
-    if slurm_state in _WAITING:
+    if slurm_state in slurm_commands.WAITING:
         return (
             STARTING,
             f"waiting in the queue ({slurm.job.get('Reason', slurm_state)})",

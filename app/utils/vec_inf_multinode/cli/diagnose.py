@@ -12,6 +12,7 @@ from ..diagnose import FAILED, READY, Diagnosis, Line, of_directory, of_job
 from ..errors import JobDirectoryError
 from ..launcher import default_log_dir
 from . import common
+from .main import cli
 
 _COLOURS = {READY: "bold green", FAILED: "bold red"}
 _WITNESS = {
@@ -21,7 +22,7 @@ _WITNESS = {
 }
 
 
-@click.command(
+@cli.command(
     params=[common.json_option()],
     epilog="Example: vec-inf-multinode diagnose 4711. Exit status: 0 when the job is "
     "well or was stopped on request, 4 when it has failed.",

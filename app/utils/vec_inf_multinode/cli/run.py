@@ -15,6 +15,7 @@ from ..prompts import Survey, read_requests, survey
 from ..results import Output, OutputBusyError, OutputError, WriteError
 from ..sending import Sender, Server
 from . import common
+from .main import cli
 from .progress import RunProgress
 from .run_job import (
     Job,
@@ -299,3 +300,5 @@ command = click.Command(
         ),
     ],
 )
+
+cli.add_command(command)
