@@ -207,7 +207,7 @@ def test_only_what_is_asked_for_is_read():
         check=True,
     )
     loaded = set(json.loads(done.stdout))
-    for name in ("failures", "diagnose", "nccl", "slurm", "cli"):
+    for name in ("failures", "diagnose", "nccl", "cli"):
         assert f"app.utils.vec_inf_multinode.{name}" not in loaded
 
 

@@ -950,7 +950,9 @@ def test_no_fabric_on_another_node(run):
 def test_barrier_timeout(run):
     """Missing ranks fail the job after the budget, with what there is to know."""
     assert len(run.errors()) == 1
-    assert run.errors()[0].startswith("only 1 of 2 ranks started within 2s")
+    assert run.errors()[0].startswith(
+        "only 1 of 2 ranks started within 2s, without rank 1 on nid002: "
+    )
     assert run_status(run) == f"LLMHUB-ERROR: {run.errors()[0]}"
     assert run.status == 1
     assert run.seconds < 12

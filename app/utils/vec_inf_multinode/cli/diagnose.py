@@ -24,8 +24,8 @@ _WITNESS = {
 
 @cli.command(
     params=[common.json_option()],
-    epilog="Example: vec-inf-multinode diagnose 4711. Exit status: 0 when the job is "
-    "well or was stopped on request, 4 when it has failed.",
+    epilog="Exit status: 0 when the job is well or was stopped on request, 4 when it "
+    "has failed.",
 )
 @click.argument("job", metavar="JOB_ID|DIRECTORY")
 @click.option(
@@ -37,6 +37,11 @@ def diagnose(job: str, log_dir: Optional[Path], json_mode: bool) -> int:
     """Say what became of a job: when, where, why, and what to do.
 
     Works while the job runs and long after it, and on a copy of its directory.
+
+    \b
+    Examples:
+      vec-inf-multinode diagnose 4711
+      vec-inf-multinode diagnose ~/.vec-inf-logs/Llama-3.1/Llama-3.1-405B.4711
     """
     try:
         if job.isdecimal() and not Path(job).is_dir():

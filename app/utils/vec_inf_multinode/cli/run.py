@@ -210,6 +210,10 @@ def run(
     Exit status 0: every request has a result, which may be an error, and there is
     nothing left to do. 4: the server was lost; 130: interrupted; the same command goes
     on.
+
+    \b
+    Example:
+      vec-inf-multinode run tiny-llama --input prompts.jsonl --output results.jsonl
     """
     options = {name: value for name, value in launch.items() if value is not None}
     if job_id and options:

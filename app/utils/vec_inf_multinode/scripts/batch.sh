@@ -311,6 +311,22 @@ llmhub_diagnose_start() { # RANK...
     done < <(tail -n 20 -- "$LLMHUB_ATTEMPT_DIR/step.log")
 }
 
+# Sets REPLY to the first of the ranks that are not among those seen. The step gives a node's
+# rank by its place in the list.
+llmhub_missing() { # RANK...
+    local seen=" $* " rank count=0
+    local -a nodes=() missing=()
+    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    for ((rank = 0; rank < PLAN_NNODES; rank++)); do
+        case $seen in *" $rank "*) continue ;; esac
+        count=$((count + 1))
+        [ "$count" -gt 8 ] || missing+=("rank $rank on ${nodes[rank]-an unknown node}")
+    done
+    printf -v REPLY '%s, ' "${missing[@]}"
+    REPLY=${REPLY%, }
+    [ "$count" -le 8 ] || REPLY+=" and $((count - 8)) more"
+}
+
 llmhub_await_ranks() {
     local marker node
     local -A up=()
@@ -320,7 +336,8 @@ llmhub_await_ranks() {
         fi
         if [ "$SECONDS" -ge "$PLAN_RANK_START_TIMEOUT" ]; then
             llmhub_diagnose_start "${!up[@]}"
-            llmhub_fail "only ${#up[@]} of $PLAN_NNODES ranks started within ${PLAN_RANK_START_TIMEOUT}s: Slurm could not place a rank, or the log directory is not on shared storage (see the LLMHUB-DIAG lines in the .out)"
+            llmhub_missing "${!up[@]}"
+            llmhub_fail "only ${#up[@]} of $PLAN_NNODES ranks started within ${PLAN_RANK_START_TIMEOUT}s, without $REPLY: Slurm could not place a rank, or the log directory is not on shared storage (see the LLMHUB-DIAG lines in the .out)"
         fi
         for marker in "$LLMHUB_ATTEMPT_DIR"/started/*[0-9]; do
             if [ -z "${up[${marker##*/}]-}" ] && [ -e "$marker" ]; then
