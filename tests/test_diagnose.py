@@ -482,6 +482,7 @@ def test_the_ends_of_a_log(tmp_path, size, monkeypatch):
     assert jobdir.read(path) == wanted.get(size, "123456789"[:size])
 
 
+@pytest.mark.timeout(10)
 def test_what_is_no_file_is_empty(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "missing", "."):

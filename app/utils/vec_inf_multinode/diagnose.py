@@ -340,7 +340,7 @@ def _going_on(job: JobDirectory, texts: list[str], slurm_state: str) -> tuple[st
     doubt = "" if alive else ", by its directory; Slurm does not know the job"
     if "ready" in texts:
         address = (job.said("READY") or ["the server"])[-1]
-        return READY, f"ready: {address}{doubt}"
+        return READY, f"serving: {address}{doubt}"
     up = sum(text.startswith("rank ") for text in texts)
     if not alive:
         return UNKNOWN, f"not ready, {up} rank(s) were up{doubt}"
