@@ -997,8 +997,8 @@ REMOVALS = [
     row(
         "the most telling cause",
         DIAGNOSE_PY,
-        "return min(candidates, key=known.failures.index)",
-        "return max(candidates, key=known.failures.index)",
+        "    for entry in known.failures:\n        if entry.fatal",
+        "    for entry in known.failures[::-1]:\n        if entry.fatal",
         f"{DIAGNOSE}test_a_kill_for_memory_explains_what_follows_from_it",
         f"{DIAGNOSE}test_nccl_logs_of_the_attempt",
     ),
