@@ -20,6 +20,8 @@ SERVED = "test_cli_serve.py::"
 CONNECTED = "test_cli_connect.py::"
 QUOTING = "test_quoting.py::"
 GUARDS = "test_guards.py::"
+FAILURES = "test_failures.py::"
+DIAGNOSE = "test_diagnose.py::"
 
 NO_LAUNCH = T1 + "test_no_multi_node_launch"
 OURS = T2 + "test_multi_node_vllm_is_ours"
@@ -65,6 +67,7 @@ WATCH, PREVIEW, SLURM = "watch.py", "preview.py", "slurm.py"
 CLI_COMMON, CLI_SIGNALS = "cli/common.py", "cli/signals.py"
 CLI_CONNECT, CLI_LAUNCH, CLI_SERVE = "cli/connect.py", "cli/launch.py", "cli/serve.py"
 CLI_STAGES = "cli/stages.py"
+FAILURES_PY, DIAGNOSE_PY, JOBDIR = "failures.py", "diagnose.py", "jobdir.py"
 
 REMOVALS = [
     # ------------------------------------------------------------ T1
@@ -1242,5 +1245,114 @@ REMOVALS = [
         "self.console.print(Text(clean_text(text), style=style), soft_wrap=True)",
         "self.console.print(text, style=style, soft_wrap=True)",
         LAUNCHED + "test_markup_of_a_log_is_text",
+    ),
+    # ------------------------------------------------------------ diagnosis
+    row(
+        "logs that are no text",
+        BATCH,
+        "lines=$(LC_ALL=C grep -a -h",
+        "lines=$(LC_ALL=C grep -h",
+        f"{FAILURES}test_the_job_prefers_the_telling_cause",
+    ),
+    row(
+        "the order of causes in the job",
+        BATCH,
+        """    for i in "${!LLMHUB_FAILURE_PATTERNS[@]}"; do
+        if LC_ALL=C""",
+        """    for ((i = ${#LLMHUB_FAILURE_PATTERNS[@]} - 1; i >= 0; i--)); do
+        if LC_ALL=C""",
+        f"{FAILURES}test_the_job_prefers_the_telling_cause",
+    ),
+    row(
+        "patterns that grep reads otherwise",
+        FAILURES_PY,
+        "        if odd:\n",
+        "        if odd and False:\n",
+        f"{FAILURES}test_a_pattern_that_grep_reads_otherwise_is_refused",
+    ),
+    row(
+        "lines one by one",
+        FAILURES_PY,
+        "line = next((x for x in lines if failure.found_in(x)), None)",
+        "line = next((x for x in lines if failure.found_in(x)), lines[0])",
+        f"{FAILURES}test_lines_are_judged_one_by_one",
+    ),
+    row(
+        "a site's entries first",
+        FAILURES_PY,
+        '{"failures": own.failures + known.failures}',
+        '{"failures": known.failures + own.failures}',
+        f"{FAILURES}test_a_sites_entries_come_first",
+    ),
+    row(
+        "the ends of a huge log",
+        JOBDIR,
+        "file.seek(max(EDGE, size - EDGE))",
+        "file.seek(size - EDGE)",
+        f"{DIAGNOSE}test_the_ends_of_a_log",
+    ),
+    row(
+        "pipes",
+        JOBDIR,
+        "        if not path.is_file():\n",
+        "        if not path.exists():\n",
+        f"{DIAGNOSE}test_what_is_no_file_is_empty",
+    ),
+    row(
+        "the most telling cause",
+        DIAGNOSE_PY,
+        "    for entry in known.failures:\n        if entry.fatal",
+        "    for entry in known.failures[::-1]:\n        if entry.fatal",
+        f"{DIAGNOSE}test_a_kill_for_memory_explains_what_follows_from_it",
+        f"{DIAGNOSE}test_nccl_logs_of_the_attempt",
+    ),
+    row(
+        "what Slurm says of an end",
+        DIAGNOSE_PY,
+        "    if by_slurm:\n        return FAILED",
+        "    if by_slurm and False:\n        return FAILED",
+        f"{DIAGNOSE}test_how_slurm_ended_it",
+    ),
+    row(
+        "a requeue",
+        DIAGNOSE_PY,
+        'if _REQUEUED in job.text("err"):',
+        "if False:",
+        f"{DIAGNOSE}test_how_slurm_ended_it",
+    ),
+    row(
+        "ids that start again",
+        DIAGNOSE_PY,
+        "            facts = SlurmFacts()  # ids start again some day: another job's\n",
+        "            pass\n",
+        f"{DIAGNOSE}test_slurm_knows_where",
+    ),
+    row(
+        "NCCL's logs of an earlier attempt",
+        DIAGNOSE_PY,
+        "if _modified(path) >= began - 60",
+        "if began or not began",
+        f"{DIAGNOSE}test_nccl_logs_of_the_attempt",
+    ),
+    row(
+        "a log that is no markup",
+        "cli/diagnose.py",
+        "common.out.print(Text.assemble((word, style), (text, style)), soft_wrap=True)",
+        "common.out.print(word + text, style=style, soft_wrap=True)",
+        f"{DIAGNOSE}test_a_log_is_no_markup",
+    ),
+    row(
+        "control characters",
+        DIAGNOSE_PY,
+        'c if c.isprintable() else "\\N{REPLACEMENT CHARACTER}" for c in text',
+        "c for c in text",
+        f"{DIAGNOSE}test_any_bytes_are_diagnosed_and_shown",
+    ),
+    row(
+        "the status of a failure",
+        "cli/diagnose.py",
+        "return common.FAILED if found.state == FAILED else common.DONE",
+        "return common.DONE",
+        f"{DIAGNOSE}test_by_id_by_directory_and_as_json",
     ),
 ]

@@ -215,13 +215,14 @@ def test_an_argument_that_vllm_does_not_know(real, failed):
 
 
 def test_a_model_path_that_the_container_does_not_have(real, failed):
-    found = failed(real(hf_model="/no/such/model"), "model-path", limit=180)
+    nowhere = {"hf_model": "/no/such/model", "model_weights_parent_dir": "/no/such"}
+    found = failed(real(**nowhere), "model-path", limit=180)
     assert "'/no/such/model'" in str(found["ranks"])
 
 
 @pytest.mark.slow
 def test_a_kv_cache_that_is_too_small(real, failed):
-    args = "--kv-cache-memory-bytes=65536,--max-model-len=1024"
+    args = "--kv-cache-memory-bytes=1048576,--max-model-len=1024"
     failed(real(vllm_args=args), "kv-cache-small", limit=240)
 
 

@@ -27,7 +27,7 @@ MAX_LENGTH = 300
 MAX_EVENTS = 40
 
 _ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
-_ENDED_BADLY = ("FAILED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "LAUNCH_FAILED")
+_ENDED = ("FAILED", "COMPLETED")
 _CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*")
 _REQUEUED = "DUE TO JOB REQUEUE"
 _SERVER_UP = "Application startup complete"
@@ -268,13 +268,13 @@ def diagnose(
     attempts = job.attempts()
     attempt = attempts[-1] if attempts else None
     failure = job.failure()
-    ends = job.ends(attempt) if attempt else []
-    ranks = _ranks(job, attempt, ends, failure, known)
+    topology = _topology(job)
+    planned = _planned_nodes(topology)
+    ranks = _ranks(job, attempt, planned, failure, known)
     own_lines = _job_lines(job, attempt, slurm, known)
     state, words = _state(job, attempt, failure, own_lines, slurm)
     cause = _cause(failure, words, ranks, own_lines, known) if state == FAILED else None
     transports = [t for t in map(nccl.transport, _nccl_logs(job, attempt)) if t]
-    topology = _topology(job)
     return Diagnosis(
         job_id=job.job_id,
         model_name=job.model_name,
@@ -288,7 +288,7 @@ def diagnose(
         timeline=_timeline(job, attempts, failure, slurm),
         attempts=tuple(path.name for path in attempts),
         topology=topology,
-        step=_step(slurm, topology, ranks),
+        step=_step(slurm, planned, ranks),
         ranks=ranks,
         transports=tuple(transports),
         lines=own_lines if state in (FAILED, UNKNOWN) else (),
@@ -324,7 +324,7 @@ def _state(
     if "stopped" in texts or slurm_state == "CANCELLED" or _was_cancelled(job):
         when = "while it was serving" if "ready" in texts else "before it was ready"
         return STOPPED, f"stopped on request, {when}"
-    if slurm_state in _ENDED_BADLY or slurm_state == "COMPLETED":
+    if slurm_state in _ENDED:
         code = slurm.job.get("ExitCode", "unknown")
         return (
             FAILED,
@@ -339,7 +339,7 @@ def _going_on(job: JobDirectory, texts: list[str], slurm_state: str) -> tuple[st
     doubt = "" if alive else ", by its directory; Slurm does not know the job"
     if "ready" in texts:
         address = (job.said("READY") or ["the server"])[-1]
-        return READY, f"ready: {address}{doubt}"
+        return READY, f"serving: {address}{doubt}"
     up = sum(text.startswith("rank ") for text in texts)
     if not alive:
         return UNKNOWN, f"not ready, {up} rank(s) were up{doubt}"
@@ -370,17 +370,19 @@ def _cause(
     known: Known,
 ) -> Optional[Failure]:
     """The most telling known failure behind an end."""
-    by_id = {entry.id: entry for entry in known.failures}
     record = failure or {}
-    shown = {line.failure for line in own_lines}
-    for rank in ranks:
-        if record.get("rank") in (None, rank.rank):
-            shown |= {line.failure for line in rank.lines}
-    candidates = [by_id[i] for i in shown if i in by_id and by_id[i].fatal]
-    candidates += [e for e in known.failures if e.verdict == record.get("cause")]
-    if candidates:
-        return min(candidates, key=known.failures.index)
-    return known.message(f"LLMHUB-ERROR: {words}")
+    message = known.message(f"LLMHUB-ERROR: {words}")
+    if message and message.verdict == record.get("cause"):
+        return message
+    blamed = [rank for rank in ranks if rank.rank == record.get("rank")]
+    shown = {line.failure for rank in blamed for line in rank.lines}
+    if shown <= {None}:
+        shown = {line.failure for rank in ranks for line in rank.lines}
+    shown |= {line.failure for line in own_lines}
+    for entry in known.failures:
+        if entry.fatal and (entry.id in shown or entry.verdict == record.get("cause")):
+            return entry
+    return message
 
 
 def _verdict(
@@ -457,68 +459,53 @@ def _job_lines(
 def _ranks(
     job: JobDirectory,
     attempt: Optional[Path],
-    ends: list[jobdir.RankEnd],
+    planned: int,
     failure: Optional[Mapping[str, Any]],
     known: Known,
 ) -> tuple[Rank, ...]:
-    """Every rank that has left something, with how it ended."""
+    """Every rank of an attempt, with how it ended and what its logs tell."""
     if attempt is None:
         return ()
-    found: dict[int, Rank] = {}
+    found = {number: Rank(number, "", "has not started") for number in range(planned)}
     for event in job.timeline(attempt):
         up = re.fullmatch(r"rank (\d{1,6}) up on (\S+)", event.text)
         if up:
             found[int(up[1])] = Rank(int(up[1]), _clean(up[2]), "up")
     logs = {log.rank: log for log in job.ranks()}
     for log in logs.values():
-        found.setdefault(log.rank, Rank(log.rank, _clean(log.node), "up"))
-    by_rank = {end.rank: end for end in ends}
-    for end in ends:
+        if log.rank not in found or not found[log.rank].node:
+            found[log.rank] = Rank(log.rank, _clean(log.node), "up")
+    failed = {(failure or {}).get("rank")}
+    for end in job.ends(attempt):
         found[end.rank] = Rank(
             end.rank, _clean(end.node), _clean(end.words), end.status
         )
-    for number in range(_planned_nodes(job)):
-        found.setdefault(number, Rank(number, "", "has not started"))
-    return tuple(
-        replace(
-            rank,
-            lines=_rank_lines(job, attempt, rank, logs, by_rank, failure, known),
-        )
-        for rank in sorted(found.values(), key=lambda rank: rank.rank)
-    )
+        if end.failed:
+            failed.add(end.rank)
+    nccl_logs = _nccl_logs(job, attempt)
+    for number, log in logs.items():
+        lines = _rank_lines(log, nccl_logs, number in failed, known)
+        found[number] = replace(found[number], lines=lines)
+    return tuple(found[number] for number in sorted(found))
 
 
 def _rank_lines(
-    job: JobDirectory,
-    attempt: Path,
-    rank: Rank,
-    logs: Mapping[int, jobdir.RankLog],
-    ends: Mapping[int, jobdir.RankEnd],
-    failure: Optional[Mapping[str, Any]],
-    known: Known,
+    log: jobdir.RankLog, nccl_logs: list[Path], failed: bool, known: Known
 ) -> tuple[Line, ...]:
-    log = logs.get(rank.rank)
-    if log is None:
-        return ()
+    """The telling lines of a rank; failing that, the last ones if it failed."""
     err = jobdir.read(log.err)
     said = err.splitlines() + jobdir.read(log.out).splitlines()
-    for path in _nccl_logs(job, attempt):
+    for path in nccl_logs:
         if path.name.split(".")[0] == log.node.split(".")[0]:
             # the rest of NCCL's log is about the choice of a transport
             said += [x for x in jobdir.read(path).splitlines() if "NCCL WARN" in x]
     found = _telling(known.of("rank"), said)
-    end = ends.get(rank.rank)
-    blamed = (failure or {}).get("rank") == rank.rank
-    if not found and (blamed or end is not None and end.failed):
-        return _last_lines(err)
-    return found
+    return found or (_last_lines(err) if failed else ())
 
 
-def _planned_nodes(job: JobDirectory) -> int:
-    try:
-        return min(int(_topology(job).get("nnodes", 0)), 10_000)
-    except ValueError:
-        return 0
+def _planned_nodes(topology: Mapping[str, Any]) -> int:
+    words = str(topology.get("nnodes", ""))
+    return min(int(words), 10_000) if re.fullmatch("[0-9]{1,9}", words) else 0
 
 
 def _nccl_logs(job: JobDirectory, attempt: Optional[Path]) -> list[Path]:
@@ -592,19 +579,15 @@ def _modified(path: Path) -> int:
         return 0
 
 
-def _step(
-    slurm: SlurmFacts, topology: Mapping[str, Any], ranks: tuple[Rank, ...]
-) -> Optional[Step]:
+def _step(slurm: SlurmFacts, planned: int, ranks: tuple[Rank, ...]) -> Optional[Step]:
     """Which nodes the step spans, by the best witness."""
     nodes, source = slurm.step.get("Nodes", ""), slurm.step_source
-    if not nodes.isdigit():
+    if not re.fullmatch("[0-9]{1,9}", nodes):
         seen = {rank.node for rank in ranks if rank.node}
         if not seen:
             return None
         nodes, source = str(len(seen)), "ranks"
-    planned = str(topology.get("nnodes", ""))
-    spans = int(nodes) == int(planned) if re.fullmatch("[0-9]+", planned) else None
-    return Step(int(nodes), spans, source)
+    return Step(int(nodes), int(nodes) == planned if planned else None, source)
 
 
 def _foreign(job: JobDirectory, slurm: SlurmFacts, known: Known) -> Diagnosis:

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-_RANK_LOG = re.compile(r"rank-(?P<rank>\d+)\.(?P<node>.+)\.err")
+_RANK_LOG = re.compile(r"rank-(?P<rank>\d{1,6})\.(?P<node>.+)\.err")
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 # What a rank says at its end, and what srun says of it; srun puts "K: " in front
 _END = re.compile(
-    r"LLMHUB-END rank=(?P<rank>\d+) node=(?P<node>\S+) status=(?P<status>\d+) "
+    r"LLMHUB-END rank=(?P<rank>\d{1,6}) node=(?P<node>\S+) status=(?P<status>\d{1,3}) "
     r"seconds=(?P<seconds>\d+) at=(?P<at>[\d.]+) stopping=(?P<stopping>[01])"
 )
 _REFUSED = re.compile(
-    r"LLMHUB-REFUSED rank=(?P<rank>\d+) node=(?P<node>\S+): (?P<words>.+)"
+    r"LLMHUB-REFUSED rank=(?P<rank>\d{1,6}) node=(?P<node>\S+): (?P<words>.+)"
 )
-_TASK = re.compile(r"^srun: error: (?P<node>\S+): task (?P<rank>\d+): (?P<words>.+)")
+_TASK = re.compile(
+    r"^srun: error: (?P<node>\S+): task (?P<rank>\d{1,6}): (?P<words>.+)"
+)
 # Of a log that may be huge, this much is read at either end.
 EDGE = 1024 * 1024
 
