@@ -294,7 +294,7 @@ def test_slurm_answers_are_read(tmp_path, monkeypatch):
     )
     facts = slurm.facts("7")
     assert (facts.step["Nodes"], facts.step_source) == ("3", "sacct")
-    monkeypatch.setattr(slurm, "TIME_LIMIT", 0.2)
+    monkeypatch.setattr(slurm, "LIMIT", 0.2)
     tmp_path.joinpath("scontrol").write_text("#!/bin/bash\nexec sleep 5\n")
     assert slurm.show_job("7") == {}
     monkeypatch.setenv("PATH", "/nowhere")
