@@ -43,7 +43,8 @@ class Endpoint:
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"endpoint": self})
         self._server = _Server(("127.0.0.1", 0), handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(0.05,), daemon=True).start()
 
     @property
     def root(self) -> str:

@@ -22,6 +22,11 @@ QUOTING = "test_quoting.py::"
 GUARDS = "test_guards.py::"
 FAILURES = "test_failures.py::"
 DIAGNOSE = "test_diagnose.py::"
+RUN_PROMPTS = "test_run_prompts.py::"
+RUN_RESULTS = "test_run_results.py::"
+RUN_SENDING = "test_run_sending.py::"
+RUN_JOB = "test_run_job.py::"
+RUN_COMMAND = "test_run_command.py::"
 
 NO_LAUNCH = T1 + "test_no_multi_node_launch"
 OURS = T2 + "test_multi_node_vllm_is_ours"
@@ -68,6 +73,8 @@ CLI_COMMON, CLI_SIGNALS = "cli/common.py", "cli/signals.py"
 CLI_CONNECT, CLI_LAUNCH, CLI_SERVE = "cli/connect.py", "cli/launch.py", "cli/serve.py"
 CLI_STAGES = "cli/stages.py"
 FAILURES_PY, DIAGNOSE_PY, JOBDIR = "failures.py", "diagnose.py", "jobdir.py"
+PROMPTS, RESULTS, SENDING = "prompts.py", "results.py", "sending.py"
+RUN_CLI, JOB_CLI = "cli/run.py", "cli/run_job.py"
 
 REMOVALS = [
     # ------------------------------------------------------------ T1
@@ -1354,5 +1361,208 @@ REMOVALS = [
         "return common.FAILED if found.state == FAILED else common.DONE",
         "return common.DONE",
         f"{DIAGNOSE}test_by_id_by_directory_and_as_json",
+    ),
+    # ------------------------------------------------------------ run
+    row(
+        "ids that come twice",
+        PROMPTS,
+        "if custom_id in first_seen:",
+        "if False:",
+        RUN_PROMPTS + "test_ids_that_come_twice",
+    ),
+    row(
+        "an answer that comes as a whole",
+        PROMPTS,
+        "if body.get(key):",
+        "if False:",
+        RUN_PROMPTS + "test_a_bad_line",
+    ),
+    row(
+        "another model in a body",
+        PROMPTS,
+        'if body.setdefault("model", model) != model:',
+        'if not body.setdefault("model", model):',
+        RUN_PROMPTS + "test_a_bad_line",
+    ),
+    row(
+        "appending",
+        RESULTS,
+        "os.O_RDWR | os.O_APPEND | os.O_CREAT",
+        "os.O_RDWR | os.O_CREAT",
+        RUN_RESULTS + "test_each_line_is_one_write",
+        RUN_RESULTS + "test_a_torn_last_line_is_cut_off",
+    ),
+    row(
+        "the cut of a torn line",
+        RESULTS,
+        "        os.ftruncate(self._descriptor, whole)\n",
+        "",
+        RUN_RESULTS + "test_a_torn_last_line_is_cut_off",
+    ),
+    row(
+        "the cut of a short write",
+        RESULTS,
+        "                os.ftruncate(self._descriptor, end)\n",
+        "",
+        RUN_RESULTS + "test_a_write_that_came_short_leaves_nothing",
+        RUN_COMMAND + "test_a_full_disk_stops_the_job_too",
+    ),
+    row(
+        "the lock",
+        RESULTS,
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        RUN_RESULTS + "test_only_one_run_has_it",
+        RUN_COMMAND + "test_a_second_run_is_refused",
+    ),
+    row(
+        "the lock on what is still there",
+        RESULTS,
+        "if self.lines.exists() and os.path.samestat(",
+        "if True or os.path.samestat(",
+        RUN_RESULTS + "test_a_file_that_was_replaced_while_it_was_locked",
+    ),
+    row(
+        "the fingerprint of the input",
+        RESULTS,
+        '            ("input", state.input_sha256, self.input_sha256),\n',
+        "",
+        RUN_RESULTS + "test_another_input_or_model_is_refused",
+        RUN_COMMAND + "test_an_output_of_something_else_is_refused",
+    ),
+    row(
+        "a file of somebody else",
+        RESULTS,
+        "            if found:\n",
+        "            if not found:\n",
+        RUN_RESULTS + "test_a_file_without_a_state_is_refused",
+        RUN_COMMAND + "test_a_file_of_somebody_else_is_refused",
+    ),
+    row(
+        "a state file for its owner",
+        RESULTS,
+        "os.O_EXCL, 0o600",
+        "os.O_EXCL, 0o644",
+        RUN_COMMAND + "test_the_state_is_the_owners_only",
+    ),
+    row(
+        "the array counts once it is there",
+        RESULTS,
+        "finished=asdict(self.tally)",
+        "finished=None",
+        RUN_RESULTS + "test_an_array_in_the_order_of_the_input",
+    ),
+    row(
+        "what may pass",
+        SENDING,
+        "passing = code in (408, 429) or code >= 500",
+        "passing = code > 500",
+        RUN_SENDING + "test_what_may_pass_is_tried_again",
+    ),
+    row(
+        "decisions",
+        SENDING,
+        "passing = code in (408, 429) or code >= 500",
+        "passing = code > 400",
+        RUN_SENDING + "test_a_decision_is_a_result",
+    ),
+    row(
+        "the pause that the server asks for",
+        SENDING,
+        "max(asked, longest * random.uniform(0.5, 1.0))",
+        "longest * random.uniform(0.5, 1.0)",
+        RUN_SENDING + "test_retry_after_is_honoured",
+    ),
+    row(
+        "a server that was away",
+        SENDING,
+        "if not self._was_away(started):",
+        "if True:",
+        RUN_SENDING + "test_a_server_that_was_away_is_asked_again",
+        RUN_COMMAND + "test_the_servers_end_ends_the_run",
+    ),
+    row(
+        "bounded memory",
+        SENDING,
+        "queue.Queue(maxsize=concurrency)",
+        "queue.Queue()",
+        RUN_SENDING + "test_requests_under_way_are_bounded_and_read_late",
+    ),
+    row(
+        "no password of ~/.netrc",
+        SENDING,
+        "session.auth = _Bearer(self.key)",
+        "session.auth = _Bearer(self.key) if self.key else None",
+        RUN_SENDING + "test_a_key_and_nothing_from_netrc",
+    ),
+    row(
+        "the record before the release",
+        LAUNCHER,
+        "            if on_submitted:\n"
+        "                on_submitted(self.slurm_job_id)\n"
+        "            release(self.slurm_job_id)\n",
+        "            release(self.slurm_job_id)\n"
+        "            if on_submitted:\n"
+        "                on_submitted(self.slurm_job_id)\n",
+        RUN_COMMAND + "test_the_job_is_on_record_before_it_is_released",
+    ),
+    row(
+        "the job of a killed run",
+        RUN_CLI,
+        "elif not self.job.take_back():",
+        "else:",
+        RUN_COMMAND + "test_killed_before_the_job_serves[queued]",
+        RUN_COMMAND + "test_keep[interrupted]",
+    ),
+    row(
+        "the release of a held job",
+        JOB_CLI,
+        'if status.pending_reason == "JobHeldUser":',
+        "if False:",
+        RUN_JOB + "test_a_held_job_is_released",
+    ),
+    row(
+        "somebody else's job",
+        JOB_CLI,
+        "if not mine or status",
+        "if status",
+        RUN_JOB + "test_a_job_that_is_not_ours_or_over_is_not",
+    ),
+    row(
+        "the end of the job",
+        JOB_CLI,
+        "if job.id and not keep:",
+        "if job.id and keep:",
+        RUN_COMMAND + "test_a_signal_stops_the_job_and_keeps_the_results",
+        RUN_COMMAND + "test_a_batch_end_to_end",
+        RUN_COMMAND + "test_keep",
+    ),
+    row(
+        "sbatch in peace",
+        JOB_CLI,
+        "    ignore_signals()\n    try:\n        yield\n",
+        "    try:\n        yield\n",
+        RUN_COMMAND + "test_a_signal_during_the_launch_stops_the_job",
+    ),
+    row(
+        "a hangup under nohup",
+        JOB_CLI,
+        "if handler is not signal.SIG_IGN:",
+        "if True:",
+        RUN_COMMAND + "test_under_nohup_a_hangup_is_nothing",
+    ),
+    row(
+        "an outage is one for every request",
+        JOB_CLI,
+        "if self._back_since > since:",
+        "if False:",
+        RUN_JOB + "test_one_outage_is_one_for_every_request",
+    ),
+    row(
+        "a key of this shell is shown to who wants one",
+        JOB_CLI,
+        "return [None, *filter(None, shells)]",
+        "return [*filter(None, shells), None]",
+        RUN_JOB + "test_keys",
     ),
 ]

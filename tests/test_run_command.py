@@ -330,6 +330,18 @@ def test_failed_requests_are_told(cluster):
     }
 
 
+def test_results_that_are_taken_out_are_asked_for_again(cluster):
+    cluster.prompts(4)
+    cluster.endpoint.answer("p2", 400)
+    cluster.run()
+    good = [line for line in cluster.results() if line["error"] is None]
+    cluster.output.write_text("".join(json.dumps(line) + "\n" for line in good))
+    assert cluster.run().returncode == 0
+    assert len(cluster.results()) == 4
+    assert all(result["error"] is None for result in cluster.results())
+    assert dict(cluster.endpoint.asked) == {"p1": 1, "p2": 2, "p3": 1, "p4": 1}
+
+
 # ------------------------------------------------------------------ a given job
 
 

@@ -28,8 +28,11 @@ from .run_job import (
 
 
 def say(text: str) -> None:
-    """Tell the user, on stderr."""
-    common.notes.print(text, markup=False, soft_wrap=True)
+    """Tell the user, on stderr; nobody may be there any more."""
+    try:
+        common.notes.print(text, markup=False, soft_wrap=True)
+    except OSError:
+        pass
 
 
 class Run:

@@ -89,7 +89,9 @@ def _is_loading(directory: JobDirectory) -> bool:
 
 def _stage(status: Any) -> str:
     if status.server_status == "PENDING":
-        return f"is queued ({status.pending_reason})"
+        # Slurm says "None" until it has looked at the job
+        reason = str(status.pending_reason).replace("None", "")
+        return "is queued" + (f" ({reason})" if reason else "")
     if status.server_status == "FAILED":
         return f"does not answer ({status.failed_reason})"
     return "is starting"
