@@ -84,7 +84,11 @@ class _Attempt:
 
 
 def progress(
-    status: Any, job_dir: JobDirectory, fields: Mapping[str, str], now: float
+    status: Any,
+    job_dir: JobDirectory,
+    fields: Mapping[str, str],
+    now: float,
+    ready_signature: str,
 ) -> Progress:
     """Tell what a job is doing.
 
@@ -98,9 +102,11 @@ def progress(
         Slurm's fields of the job.
     now : float
         Seconds since the epoch.
+    ready_signature : str
+        The line of ``.err`` that vec-inf takes for ready.
     """
     attempt = _attempt(job_dir)
-    stage, detail = _stage(status, job_dir, fields, attempt)
+    stage, detail = _stage(status, job_dir, fields, attempt, ready_signature)
     begun = _begun(fields, attempt, now)
     end = _end(job_dir, fields, now) if stage in OVER else now
     reached = [name for name, _ in begun]
@@ -136,14 +142,19 @@ def _attempt(job_dir: JobDirectory) -> _Attempt:
 
 
 def _stage(
-    status: Any, job_dir: JobDirectory, fields: Mapping[str, str], attempt: _Attempt
+    status: Any,
+    job_dir: JobDirectory,
+    fields: Mapping[str, str],
+    attempt: _Attempt,
+    ready_signature: str,
 ) -> tuple[str, str]:
     state = fields.get("JobState", "")
     if state in slurm.WAITING:
         preparing = state == "CONFIGURING"
         reason = "Slurm is preparing the nodes" if preparing else fields.get("Reason")
         return QUEUED, reason if reason and reason != "None" else ""
-    if status.server_status == "FAILED":
+    silent = _is_silent(status, job_dir, state, ready_signature)
+    if status.server_status == "FAILED" and not silent:
         cause = str(status.failed_reason or "no reason given")
         return FAILED, cause.removeprefix("LLMHUB-ERROR: ")
     if state in _STOPPED_BY:
@@ -157,7 +168,24 @@ def _stage(
         return STARTING if starting else LOADING, "Slurm is ending the job"
     if starting:
         return STARTING, f"{len(attempt.up)} of {attempt.ranks} ranks up"
+    if silent:
+        return LOADING, f"the server does not answer: {status.failed_reason}"
     return LOADING, _last_words(job_dir)
+
+
+def _is_silent(
+    status: Any, job_dir: JobDirectory, state: str, ready_signature: str
+) -> bool:
+    """Whether vec-inf calls a job FAILED for one health check that was not answered.
+
+    It may be busy, or its step may be started again; the job goes on.
+    """
+    return (
+        status.server_status == "FAILED"
+        and state == "RUNNING"
+        and job_dir.failure() is None
+        and ready_signature in job_dir.text("err")
+    )
 
 
 def _ended_because(state: str, job_dir: JobDirectory, fields: Mapping[str, str]) -> str:

@@ -183,9 +183,12 @@ def find_endpoint(client: MultinodeClient, job_id: str) -> Endpoint:
         If it is not ready, or not there any more.
     """
     try:
-        status, progress = next(client.follow(job_id))
-    except (SlurmJobError, FileNotFoundError) as err:
+        status, progress = client.get_progress(job_id)
+    except (SlurmJobError, OSError) as err:
         why = f"Slurm does not tell of job {job_id}: {err}"
+        if isinstance(err, OSError):
+            # another user's, or not one of vec-inf's
+            why = f"Job {job_id} cannot be read: {err}"
         if slurm.no_such_job(str(err)):
             why = f"Slurm does not know job {job_id}, or not any more"
         raise CommandError(
