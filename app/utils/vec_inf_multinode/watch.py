@@ -117,7 +117,7 @@ def progress(
     submitted = slurm.moment(fields.get("SubmitTime"))
     return Progress(
         stage=stage,
-        detail=clean_line(detail),
+        detail=clean_line(detail).strip(),
         stage_seconds=max(0.0, now - since),
         seconds=max(0.0, end - (submitted or begun[0][1])),
         passed=tuple(
@@ -249,11 +249,11 @@ def last_line(path: Path) -> str:
     except OSError:
         return ""
     # a progress bar goes back to the start of its line
-    lines = (clean_line(line) for line in reversed(re.split(r"[\r\n]+", text)))
+    lines = (clean_line(line).strip() for line in reversed(re.split(r"[\r\n]+", text)))
     return next((line for line in lines if line), "")
 
 
 def clean_line(text: str) -> str:
     """One line that a terminal can be given: no escape sequence, no control."""
     text = re.sub(r"\s", " ", _ESCAPE.sub("", text))
-    return "".join(char for char in text if char.isprintable()).strip()
+    return "".join(char for char in text if char.isprintable())

@@ -111,7 +111,7 @@ class Endpoint:
     def tunnel(self) -> str:
         """Shell command for a laptop: the server at ``localhost``."""
         place = urlsplit(self.base_url)
-        login = f"{getpass.getuser()}@{socket.getfqdn()}"
+        login = f"{getpass.getuser()}@{login_host()}"
         forward = f"{LOCAL_PORT}:{place.hostname}:{place.port}"
         return shlex.join(["ssh", "-N", "-L", forward, login])
 
@@ -140,6 +140,12 @@ class Endpoint:
         answer = self.request.python.format(model=repr(self.model_name))
         lines.append(f"print({answer})")
         return "\n".join(lines)
+
+
+def login_host() -> str:
+    """This machine's name, as far as it is known here."""
+    name = socket.getfqdn()
+    return socket.gethostname() if name.startswith("localhost") else name
 
 
 @cli.command(
