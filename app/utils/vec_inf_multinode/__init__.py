@@ -5,7 +5,9 @@ set the ``VEC_INF_*`` variables first.
 
 Map: `seam` what is relied on in vec-inf; `settings` the knobs; `plan` every decision
 and refusal; `render` the script's text; `launcher` the contact with vec-inf;
-``scripts/`` the shell that runs on the cluster; `errors` the refusals.
+``scripts/`` the shell that runs on the cluster; `errors` the refusals. `preview` tells
+what a launch would submit, `watch` what a job is doing, from `slurm`'s answers and the
+job's directory (`jobdir`). ``cli/`` is the console script.
 """
 
 from .errors import (
@@ -29,8 +31,10 @@ from .launcher import (
     launch_model,
 )
 from .plan import is_multinode_vllm
+from .preview import Preview
 from .seam import SeamReport
 from .settings import MultinodeSettings
+from .watch import Progress
 
 __all__ = [
     "ContainerError",
@@ -43,6 +47,8 @@ __all__ = [
     "OwnedArgError",
     "ParallelismError",
     "PlanError",
+    "Preview",
+    "Progress",
     "SeamError",
     "SeamReport",
     "SettingsError",
