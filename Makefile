@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 LAB := $(PYTHON) tests/lab/lab.py
 SHELL_FILES := $(wildcard app/utils/vec_inf_multinode/scripts/*.sh tests/lab/templates/*.sh) .ci/run
 
-.PHONY: tools help bench demo test test-fast test-faults lint format lab-up lab-down lab-status clean
+.PHONY: tools help bench demo screens test test-fast test-faults lint format lab-up lab-down lab-status clean
 
 help:
 	@echo "make demo       launch a real model over two nodes of the one-machine cluster"
 	@echo "                (DEMO_ARGS=--tensor for TP=2 across the nodes)"
+	@echo "make screens    take the pictures in docs/ anew, on the cluster that is up"
 	@echo "make test       every test; brings the one-machine cluster up"
 	@echo "make test-faults  every fault, with real vLLM where it matters (about 20 minutes)"
 	@echo "make test-fast  the tests that need no cluster"
@@ -28,6 +29,9 @@ tools:
 
 demo:
 	$(PYTHON) tests/lab/demo.py $(DEMO_ARGS)
+
+screens: $(VENV)/.installed
+	$(BIN)/python tests/lab/screens.py
 
 test: $(VENV)/.installed tools
 	$(BIN)/pytest -m 'not slow'

@@ -1067,16 +1067,31 @@ REMOVALS = [
     row(
         "the patience with Slurm's controller",
         LAUNCHER,
-        "known = answered is not None and not slurm.no_such_job(str(err))",
-        "known = False",
+        "hopeless = slurm.no_such_job(str(err)) or not slurm.is_installed()",
+        "hopeless = True",
         WATCHED + "test_a_wait_outlives_a_controller_that_restarts",
     ),
     row(
         "the end of a wait for a job that Slurm has forgotten",
         LAUNCHER,
-        "known = answered is not None and not slurm.no_such_job(str(err))",
-        "known = answered is not None",
+        "hopeless = slurm.no_such_job(str(err)) or not slurm.is_installed()",
+        "hopeless = not slurm.is_installed()",
         WATCHED + "test_a_wait_ends_when_slurm_forgets_the_job",
+    ),
+    row(
+        "a health check that is not answered, which is no failure",
+        WATCH,
+        'if status.server_status == "FAILED" and not silent:',
+        'if status.server_status == "FAILED":',
+        WATCHED + "test_a_server_that_is_silent_for_a_moment_is_not_given_up",
+        SERVED + "test_a_moment_without_an_answer_stops_nothing",
+    ),
+    row(
+        "a failure that a job has recorded",
+        WATCH,
+        "        and job_dir.failure() is None\n",
+        "",
+        WATCHED + "test_a_failure_counts_all_the_same",
     ),
     row(
         "the escape sequences of a log",
@@ -1155,8 +1170,8 @@ REMOVALS = [
     row(
         "the job of an interrupted submission",
         CLI_LAUNCH,
-        "            client.shutdown_model(response.slurm_job_id)\n            raise\n",
-        "            raise\n",
+        "problem = cancel(client, job_id)",
+        'problem = ""',
         LAUNCHED + "test_interrupted_while_it_is_submitted_nothing_is_left",
     ),
     row(

@@ -258,6 +258,12 @@ class StandinJob:
         record = {"message": message, "time": int(time.time()), **more}
         self.directory.joinpath("failure.json").write_text(json.dumps(record))
 
+    def answers(self, **answers: Any) -> None:
+        """Let its server answer so from now on."""
+        fresh = self.login.root / "engine" / "http.new"
+        fresh.write_text(json.dumps(answers))
+        fresh.replace(fresh.with_name("http.json"))
+
     def serve(self, **answers: Any) -> str:
         """Let it be ready: a server that answers, and the job's files say so."""
         with socket.socket() as free:
@@ -265,7 +271,7 @@ class StandinJob:
             port = free.getsockname()[1]
         etc = self.login.root / "engine"
         etc.mkdir(exist_ok=True)
-        etc.joinpath("http.json").write_text(json.dumps(answers))
+        self.answers(**answers)
         environ = {"STUB_ETC": str(etc), "STUB_LOG": str(etc)}
         argv = [sys.executable, str(ENGINE), "--port", str(port)]
         self._engine = subprocess.Popen(argv, env=environ)

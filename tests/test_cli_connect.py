@@ -176,6 +176,14 @@ def test_a_job_that_is_gone_is_4(shell, login, job):
     assert "Slurm does not know job 42, or not any more" in shown.said
 
 
+def test_a_job_of_another_user_is_4(shell, ready, job):
+    ready()
+    job.file("json").unlink()
+    job.file("json").mkdir()  # cannot be read, not even by root
+    shown = shell("connect", JOB)
+    assert shown.status == 4 and "Job 42 cannot be read: " in shown.said
+
+
 def test_no_slurm_at_all_is_4(shell, login, job):
     login.path.joinpath("scontrol").unlink()
     shown = shell("connect", JOB)

@@ -112,6 +112,7 @@ def test_the_stages_are_shown_as_they_happen(waiting, job):
         "loading: Loading safetensors",
         "loading",
         f"ready  {url}",
+        "To reach it: vec-inf-multinode connect 42",
     ]
     assert "\x1b" not in running.said
 
@@ -136,7 +137,8 @@ def test_a_terminal_gets_a_live_line(waiting, job):
     assert "\x1b]0;" not in running.said and "\x1b[2J" not in running.said
     assert "\x07" not in running.said
     shown = [re.sub(r"^ *[\d.]+ s  ", "", line) for line in screen.left(running.said)]
-    assert shown == ["queued", "starting", "loading", f"ready  {url}"]
+    assert shown[:4] == ["queued", "starting", "loading", f"ready  {url}"]
+    assert shown[4:] == ["To reach it: vec-inf-multinode connect 42"]
     assert "\x1b[?25h" in running.said  # the cursor is back
 
 

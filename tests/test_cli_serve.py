@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 
 import pytest
 import screen
@@ -102,6 +103,19 @@ def test_a_job_that_fails_while_it_serves(serving, job, login):
     job.slurm("FAILED")
     assert running.ended() == 4
     assert "Job 42 failed: rank 1 on nid002 exited with status 0" in running.said
+    assert cancelled(login) == 0
+
+
+def test_a_moment_without_an_answer_stops_nothing(serving, job, login):
+    """Of the server, and of Slurm's controller."""
+    running = serving(tty=True)
+    job.answers(health=503)
+    running.wait_for("the server does not answer: 503")
+    login.answer("scontrol.err", "Unable to contact slurm controller")
+    time.sleep(6)
+    login.stub_dir.joinpath("scontrol.err").unlink()
+    job.answers(running=7)
+    running.wait_for("7 running")
     assert cancelled(login) == 0
 
 

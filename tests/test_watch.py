@@ -40,7 +40,8 @@ def told(job):
             failed_reason=reason,
         )
         directory = JobDirectory(job.directory)
-        return watch.progress(status, directory, slurm.parse_job(line), now)
+        fields = slurm.parse_job(line)
+        return watch.progress(status, directory, fields, now, READY_SIGNATURE)
 
     return tell
 
@@ -361,10 +362,36 @@ def test_a_controller_that_stays_away_ends_the_wait(client, login, monkeypatch):
     assert isinstance(err, SlurmJobError) and len(told) == 1
 
 
-def test_a_wait_for_no_job_raises_at_once(client, login):
-    login.answer("scontrol.err", "Unable to contact slurm controller")
+def test_a_wait_without_slurm_raises_at_once(client, login):
+    login.path.joinpath("scontrol").unlink()
     err, told = wait(client)
     assert isinstance(err, SlurmJobError) and not told
+
+
+def test_a_server_that_is_silent_for_a_moment_is_not_given_up(client, job):
+    """vec-inf says FAILED at the first health check that is not answered."""
+    job.serve(health=503)
+    assert client.get_status(JOB).server_status == "FAILED"
+
+    def look(progress):
+        job.answers(health=200)
+
+    status, told = wait(client, look=look)
+    assert [p.stage for p in told] == ["loading", "ready"]
+    assert told[0].detail == "the server does not answer: 503"
+
+
+def test_a_failure_counts_all_the_same(client, job):
+    """A record of the job's own, while Slurm has it running."""
+    job.serve(health=503)
+    job.fail("rank 1 died")
+    assert str(wait(client)[0]) == "Model failed to start: rank 1 died"
+
+
+def test_an_error_before_it_was_ready_fails_a_job_of_vec_infs(client, job):
+    job.file("sbatch").write_text("vllm serve\n")
+    job.file("err").write_text("RuntimeError: no device\n")
+    assert str(wait(client)[0]) == "Model failed to start: RuntimeError: no device"
 
 
 def test_the_library_brings_no_console():

@@ -7,7 +7,6 @@ in the end becomes an SVG in ``docs/``. Needs the lab up, and rich (``make scree
 import io
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -18,9 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 PROJECT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(PROJECT / "tests"))
+sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
 
 import screen  # noqa: E402
+
+from app.utils.vec_inf_multinode.cli.connect import login_host  # noqa: E402
 
 DOCS = PROJECT / "docs"
 WIDTH = 100
@@ -71,7 +72,7 @@ def picture(name: str, command: str, lines: list[str]) -> None:
     """Write what a terminal shows as ``docs/NAME.svg``."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     # this machine's own name is nobody's login node
-    text = "\n".join(lines).replace(socket.getfqdn(), "login.cluster")
+    text = "\n".join(lines).replace(f"@{login_host()}", "@login.cluster")
     console.print(Text(f"$ {command}", style="bold"))
     console.print(Text.from_ansi(text))
     DOCS.mkdir(exist_ok=True)

@@ -5,9 +5,11 @@ set the ``VEC_INF_*`` variables first.
 
 Map: `seam` what is relied on in vec-inf; `settings` the knobs; `plan` every decision
 and refusal; `render` the script's text; `launcher` the contact with vec-inf;
-``scripts/`` the shell that runs on the cluster; `errors` the refusals. After a
-launch: `jobdir` reads a job's directory, `failures` what is known to go wrong, `nccl`
-NCCL's logs, `slurm` asks Slurm, `diagnose` puts them together; ``cli/`` the commands.
+``scripts/`` the shell that runs on the cluster; `errors` the refusals. `preview` tells
+what a launch would submit. After a launch: `jobdir` reads a job's directory, `slurm`
+asks Slurm, `watch` says what the job is doing; `failures` is what is known to go wrong,
+`nccl` reads NCCL's logs, `diagnose` puts them together. `prompts`, `sending` and
+`results` are a batch of prompts. ``cli/`` is the console script.
 """
 
 from .errors import (
@@ -32,8 +34,10 @@ from .launcher import (
     launch_model,
 )
 from .plan import is_multinode_vllm
+from .preview import Preview
 from .seam import SeamReport
 from .settings import MultinodeSettings
+from .watch import Progress
 
 __all__ = [
     "ContainerError",
@@ -47,6 +51,8 @@ __all__ = [
     "OwnedArgError",
     "ParallelismError",
     "PlanError",
+    "Preview",
+    "Progress",
     "SeamError",
     "SeamReport",
     "SettingsError",

@@ -65,7 +65,7 @@ _ServerError: Any = _vec_inf("vec_inf.client._exceptions", "ServerError", Runtim
 
 # States that a job is in again after a requeue, while an old failure.json may remain.
 _HEALTHY = ("PENDING", "LAUNCHING", "READY")
-# Seconds that a wait goes on while Slurm does not answer: its controller restarts.
+# Seconds that a wait goes on while Slurm does not answer.
 SILENCE = 120
 
 # Called with Slurm's id of a job as soon as it is known.
@@ -305,10 +305,31 @@ class MultinodeClient(_VecInfClient):
         where = Path(log_dir).expanduser() if log_dir else default_log_dir()
         return of_job(str(slurm_job_id), where)
 
+    def get_progress(self, slurm_job_id: str) -> tuple[Any, watch.Progress]:
+        """Status of a job, and what it is doing.
+
+        Returns
+        -------
+        StatusResponse, Progress
+            The one as `get_status`, the other from the same moment.
+        """
+        status = self.get_status(slurm_job_id)
+        progress = watch.progress(
+            status,
+            JobDirectory(Path(status.log_dir)),
+            slurm.parse_job(status.raw_output),
+            time.time(),
+            _client_vars.MODEL_READY_SIGNATURE,
+        )
+        return status, progress
+
     def follow(
-        self, slurm_job_id: str, poll_interval_seconds: float = 10
+        self,
+        slurm_job_id: str,
+        poll_interval_seconds: float = 10,
+        silence_seconds: float = SILENCE,
     ) -> Iterator[tuple[Any, watch.Progress]]:
-        """Yield status and progress of a job, again and again, until it is over.
+        """Yield what `get_progress` gives, again and again, until the job is over.
 
         Parameters
         ----------
@@ -316,28 +337,24 @@ class MultinodeClient(_VecInfClient):
             Slurm's id.
         poll_interval_seconds : float
             Seconds between two looks.
+        silence_seconds : float
+            Seconds that Slurm may leave unanswered: its controller restarts.
 
         Raises
         ------
         SlurmJobError
-            If Slurm does not know the job, or has not answered for `SILENCE` seconds.
+            If Slurm does not know the job, is not there, or does not answer for long.
         """
-        answered: Optional[float] = None
+        answered = time.monotonic()
         while True:
             try:
-                status = self.get_status(slurm_job_id)
+                status, progress = self.get_progress(slurm_job_id)
             except SlurmJobError as err:
-                known = answered is not None and not slurm.no_such_job(str(err))
-                if not known or time.monotonic() - answered > SILENCE:
+                hopeless = slurm.no_such_job(str(err)) or not slurm.is_installed()
+                if hopeless or time.monotonic() - answered > silence_seconds:
                     raise
             else:
                 answered = time.monotonic()
-                progress = watch.progress(
-                    status,
-                    JobDirectory(Path(status.log_dir)),
-                    slurm.parse_job(status.raw_output),
-                    time.time(),
-                )
                 yield status, progress
                 if progress.stage in watch.OVER:
                     return

@@ -1,6 +1,7 @@
 """Slurm, asked: no shell, a time limit, and nothing where it does not answer."""
 
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,11 @@ def _output(argv: Sequence[str]) -> str:
 
 def _ask_for_job(job_id: str) -> Optional[subprocess.CompletedProcess]:
     return _run(["scontrol", "show", "job", job_id, "--oneliner"])
+
+
+def is_installed() -> bool:
+    """Whether Slurm's commands are here at all."""
+    return shutil.which("scontrol") is not None
 
 
 def show_job(job_id: str) -> dict[str, str]:

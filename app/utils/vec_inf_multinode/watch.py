@@ -84,7 +84,11 @@ class _Attempt:
 
 
 def progress(
-    status: Any, job_dir: JobDirectory, fields: Mapping[str, str], now: float
+    status: Any,
+    job_dir: JobDirectory,
+    fields: Mapping[str, str],
+    now: float,
+    ready_signature: str,
 ) -> Progress:
     """Tell what a job is doing.
 
@@ -98,9 +102,11 @@ def progress(
         Slurm's fields of the job.
     now : float
         Seconds since the epoch.
+    ready_signature : str
+        The line of ``.err`` that vec-inf takes for ready.
     """
     attempt = _attempt(job_dir)
-    stage, detail = _stage(status, job_dir, fields, attempt)
+    stage, detail = _stage(status, job_dir, fields, attempt, ready_signature)
     begun = _begun(fields, attempt, now)
     end = _end(job_dir, fields, now) if stage in OVER else now
     reached = [name for name, _ in begun]
@@ -111,7 +117,7 @@ def progress(
     submitted = slurm.moment(fields.get("SubmitTime"))
     return Progress(
         stage=stage,
-        detail=clean_line(detail),
+        detail=clean_line(detail).strip(),
         stage_seconds=max(0.0, now - since),
         seconds=max(0.0, end - (submitted or begun[0][1])),
         passed=tuple(
@@ -136,14 +142,19 @@ def _attempt(job_dir: JobDirectory) -> _Attempt:
 
 
 def _stage(
-    status: Any, job_dir: JobDirectory, fields: Mapping[str, str], attempt: _Attempt
+    status: Any,
+    job_dir: JobDirectory,
+    fields: Mapping[str, str],
+    attempt: _Attempt,
+    ready_signature: str,
 ) -> tuple[str, str]:
     state = fields.get("JobState", "")
     if state in slurm.WAITING:
         preparing = state == "CONFIGURING"
         reason = "Slurm is preparing the nodes" if preparing else fields.get("Reason")
         return QUEUED, reason if reason and reason != "None" else ""
-    if status.server_status == "FAILED":
+    silent = _is_silent(status, job_dir, state, ready_signature)
+    if status.server_status == "FAILED" and not silent:
         cause = str(status.failed_reason or "no reason given")
         return FAILED, cause.removeprefix("LLMHUB-ERROR: ")
     if state in _STOPPED_BY:
@@ -157,7 +168,24 @@ def _stage(
         return STARTING if starting else LOADING, "Slurm is ending the job"
     if starting:
         return STARTING, f"{len(attempt.up)} of {attempt.ranks} ranks up"
+    if silent:
+        return LOADING, f"the server does not answer: {status.failed_reason}"
     return LOADING, _last_words(job_dir)
+
+
+def _is_silent(
+    status: Any, job_dir: JobDirectory, state: str, ready_signature: str
+) -> bool:
+    """Whether vec-inf calls a job FAILED for one health check that was not answered.
+
+    It may be busy, or its step may be started again; the job goes on.
+    """
+    return (
+        status.server_status == "FAILED"
+        and state == "RUNNING"
+        and job_dir.failure() is None
+        and ready_signature in job_dir.text("err")
+    )
 
 
 def _ended_because(state: str, job_dir: JobDirectory, fields: Mapping[str, str]) -> str:
@@ -221,11 +249,11 @@ def last_line(path: Path) -> str:
     except OSError:
         return ""
     # a progress bar goes back to the start of its line
-    lines = (clean_line(line) for line in reversed(re.split(r"[\r\n]+", text)))
+    lines = (clean_line(line).strip() for line in reversed(re.split(r"[\r\n]+", text)))
     return next((line for line in lines if line), "")
 
 
 def clean_line(text: str) -> str:
     """One line that a terminal can be given: no escape sequence, no control."""
     text = re.sub(r"\s", " ", _ESCAPE.sub("", text))
-    return "".join(char for char in text if char.isprintable()).strip()
+    return "".join(char for char in text if char.isprintable())

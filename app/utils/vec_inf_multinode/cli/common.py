@@ -100,7 +100,7 @@ def json_option() -> click.Parameter:
 
 def clean_text(text: str) -> str:
     """Lines that a terminal can be given."""
-    return "\n".join(clean_line(line) for line in text.splitlines())
+    return "\n".join(clean_line(line).rstrip() for line in text.splitlines())
 
 
 def say(text: str, **style: Any) -> None:

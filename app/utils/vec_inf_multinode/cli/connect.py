@@ -111,7 +111,7 @@ class Endpoint:
     def tunnel(self) -> str:
         """Shell command for a laptop: the server at ``localhost``."""
         place = urlsplit(self.base_url)
-        login = f"{getpass.getuser()}@{socket.getfqdn()}"
+        login = f"{getpass.getuser()}@{login_host()}"
         forward = f"{LOCAL_PORT}:{place.hostname}:{place.port}"
         return shlex.join(["ssh", "-N", "-L", forward, login])
 
@@ -140,6 +140,12 @@ class Endpoint:
         answer = self.request.python.format(model=repr(self.model_name))
         lines.append(f"print({answer})")
         return "\n".join(lines)
+
+
+def login_host() -> str:
+    """This machine's name, as far as it is known here."""
+    name = socket.getfqdn()
+    return socket.gethostname() if name.startswith("localhost") else name
 
 
 @cli.command(
@@ -183,9 +189,12 @@ def find_endpoint(client: MultinodeClient, job_id: str) -> Endpoint:
         If it is not ready, or not there any more.
     """
     try:
-        status, progress = next(client.follow(job_id))
-    except (SlurmJobError, FileNotFoundError) as err:
+        status, progress = client.get_progress(job_id)
+    except (SlurmJobError, OSError) as err:
         why = f"Slurm does not tell of job {job_id}: {err}"
+        if isinstance(err, OSError):
+            # another user's, or not one of vec-inf's
+            why = f"Job {job_id} cannot be read: {err}"
         if slurm.no_such_job(str(err)):
             why = f"Slurm does not know job {job_id}, or not any more"
         raise CommandError(

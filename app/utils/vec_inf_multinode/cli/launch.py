@@ -23,6 +23,7 @@ from .common import (
     launch_options,
     out,
     print_json,
+    say,
 )
 from .main import PROGRAM, cli
 from .stages import LiveLine, Stages
@@ -57,6 +58,8 @@ def launch(model_name: str, json_mode: bool, wait: bool, **given: Any) -> None:
         except KeyboardInterrupt:
             raise goes_on(response.slurm_job_id) from None
         document["status"] = {"base_url": status.base_url, **asdict(progress)}
+        if not json_mode:
+            say(f"To reach it: {PROGRAM} connect {response.slurm_job_id}")
     if json_mode:
         print_json(document)
 
@@ -68,9 +71,27 @@ def submit(client: MultinodeClient, model_name: str, options: Any) -> Any:
         try:
             release()
         except KeyboardInterrupt:
-            client.shutdown_model(response.slurm_job_id)
-            raise
+            job_id = response.slurm_job_id
+            problem = cancel(client, job_id)
+            outcome = "was cancelled."
+            if problem:
+                outcome = f"was not cancelled: {problem}. To stop it: scancel {job_id}"
+            raise CommandError(
+                f"Interrupted; job {job_id} {outcome}",
+                INTERRUPTED,
+                slurm_job_id=job_id,
+            ) from None
     return response
+
+
+def cancel(client: MultinodeClient, job_id: str) -> str:
+    """Ask Slurm to end a job; what it says if it does not."""
+    with signals.held():
+        try:
+            client.shutdown_model(job_id)
+        except SlurmJobError as err:
+            return str(err).strip()
+    return ""
 
 
 def job_directory(response: Any) -> JobDirectory:

@@ -91,5 +91,4 @@ def _section(grid: Table, settings: Iterable[Setting]) -> None:
     for setting in settings:
         cells = (setting.name, setting.value, setting.origin)
         grid.add_row(*(Text(clean_text(cell)) for cell in cells))
-    if grid.row_count:
-        grid.rows[-1].end_section = True
+    grid.add_section()

@@ -1,5 +1,6 @@
 """``serve``: a model for as long as this command runs."""
 
+import math
 import time
 from datetime import timedelta
 from typing import Any, Optional
@@ -19,7 +20,7 @@ from .common import (
     print_json,
     say,
 )
-from .launch import failed, goes_on, job_directory, show_job, wait_shown
+from .launch import cancel, failed, goes_on, job_directory, show_job, wait_shown
 from .main import cli
 from .stages import LiveLine
 
@@ -102,7 +103,7 @@ def watch_load(client: MultinodeClient, job_id: str, directory: JobDirectory) ->
     said_at = -float(PLAIN_EVERY)
     with LiveLine() as live:
         try:
-            for status, progress in client.follow(job_id, POLL):
+            for status, progress in client.follow(job_id, POLL, math.inf):
                 now = None
                 if progress.stage == watch.READY:
                     now = load.fetch(status.base_url)
@@ -161,13 +162,3 @@ def stop(client: MultinodeClient, job_id: str) -> None:
             asked = time.monotonic()
             problem = cancel(client, job_id)
         time.sleep(1)
-
-
-def cancel(client: MultinodeClient, job_id: str) -> str:
-    """Ask Slurm to end a job; what it says if it does not."""
-    with signals.held():
-        try:
-            client.shutdown_model(job_id)
-        except SlurmJobError as err:
-            return str(err)
-    return ""
