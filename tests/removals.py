@@ -1368,7 +1368,7 @@ REMOVALS = [
         DIAGNOSE_PY,
         'c if c.isprintable() else "\\N{REPLACEMENT CHARACTER}" for c in text',
         "c for c in text",
-        f"{DIAGNOSE}test_any_bytes_are_diagnosed_and_shown",
+        f"{DIAGNOSE}test_control_characters_of_a_log_are_not_passed_on",
     ),
     row(
         "the status of a failure",

@@ -432,7 +432,7 @@ def ruin(root, files):
 
 @settings(
     deadline=None,
-    max_examples=120,
+    max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(files=st.dictionaries(st.sampled_from(FILES), contents))
@@ -464,6 +464,13 @@ def test_a_log_is_no_markup(tmp_path):
     shown = shown_by(diagnose(job))
     assert "[red]x[/red] [/bold] CUDA out of memory" in shown
     assert "[link=http://x]y" in shown
+
+
+def test_control_characters_of_a_log_are_not_passed_on(tmp_path):
+    data = b"\x1b]0;title\x07\x1b[31mCUDA out of memory\x00\x08\r\n"
+    job = ruin(tmp_path, {"ranks/rank-1.nid002.err": data})
+    (line,) = diagnose(job).ranks[0].lines
+    assert "CUDA out of memory" in line.text and line.text.isprintable()
 
 
 def test_a_huge_log_is_read_at_its_ends(tmp_path):
