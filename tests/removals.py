@@ -1095,14 +1095,14 @@ REMOVALS = [
     ),
     row(
         "the escape sequences of a log",
-        WATCH,
+        JOBDIR,
         '_ESCAPE.sub("", text)',
         "text",
         WATCHED + "test_no_control_character_of_a_log_is_told",
     ),
     row(
         "the control characters of a log",
-        WATCH,
+        JOBDIR,
         "for char in text if char.isprintable()",
         "for char in text",
         WATCHED + "test_no_control_character_of_a_log_is_told",

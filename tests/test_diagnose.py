@@ -613,4 +613,4 @@ def test_the_help_has_an_example():
         timeout=60,
         check=True,
     )
-    assert "Example: vec-inf-multinode diagnose 4711" in done.stdout
+    assert "vec-inf-multinode diagnose 4711" in done.stdout

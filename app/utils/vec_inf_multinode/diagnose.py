@@ -31,7 +31,6 @@ _ENDED = ("FAILED", "COMPLETED")
 _CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*")
 _REQUEUED = "DUE TO JOB REQUEUE"
 _SERVER_UP = "Application startup complete"
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass(frozen=True)
@@ -421,8 +420,7 @@ def _warnings(job: JobDirectory, known: Known) -> Iterator[str]:
 
 def _clean(line: str) -> str:
     """A line of a log, fit to be shown."""
-    text = _CONTROL.sub("", line).replace("\t", " ").strip()
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    text = jobdir.clean_line(line).strip()
     return text if len(text) <= MAX_LENGTH else text[: MAX_LENGTH - 1] + "…"
 
 

@@ -27,6 +27,9 @@ _TASK = re.compile(
 )
 # Of a log that may be huge, this much is read at either end.
 EDGE = 1024 * 1024
+_ESCAPE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
+)
 
 
 @dataclass(frozen=True)
@@ -261,3 +264,9 @@ def _json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def clean_line(text: str) -> str:
+    """One line that a terminal can be given: no escape sequence, no control."""
+    text = re.sub(r"\s", " ", _ESCAPE.sub("", text))
+    return "".join(char for char in text if char.isprintable())

@@ -712,8 +712,6 @@ class MultinodeScriptGenerator(_SlurmScriptGenerator):
 
 def _failure(job_dir: Path) -> Optional[str]:
     """The cause that a job of ours left in its directory, None if there is none."""
-    from .jobdir import JobDirectory  # not needed for a launch
-
     record = JobDirectory(job_dir).failure() or {}
     return f"LLMHUB-ERROR: {record['message']}" if record.get("message") else None
 

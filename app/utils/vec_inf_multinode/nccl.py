@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from .jobdir import read
+from .jobdir import clean_line, read
 
 # Lines look like "nid001:123:456 [0] NCCL INFO Using network AWS Libfabric".
 _NETWORK = re.compile(r"NCCL INFO Using network (.+)")
@@ -73,7 +73,7 @@ class Transport:
 
 def transport(path: Path) -> Optional[Transport]:
     """Transport of the process that wrote a log, None if it had not chosen yet."""
-    text = read(path)
+    text = "\n".join(map(clean_line, read(path).splitlines()))
     channels = _CHANNEL.findall(text)
     network = _last(_NETWORK, text) or (channels[-1][0] if channels else None)
     if network is None:

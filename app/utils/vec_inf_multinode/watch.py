@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import slurm
-from .jobdir import Event, JobDirectory
+from .jobdir import Event, JobDirectory, clean_line
 
 QUEUED = "queued"
 STARTING = "starting"
@@ -31,9 +31,6 @@ _STOPPED_BY = {
     "COMPLETED": "the job ended by itself",
 }
 
-_ESCAPE = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
-)
 _TAIL_BYTES = 4096
 # Seconds between Slurm's start of a job and the first mark of its attempt.
 _SAME_START = 60
@@ -251,9 +248,3 @@ def last_line(path: Path) -> str:
     # a progress bar goes back to the start of its line
     lines = (clean_line(line).strip() for line in reversed(re.split(r"[\r\n]+", text)))
     return next((line for line in lines if line), "")
-
-
-def clean_line(text: str) -> str:
-    """One line that a terminal can be given: no escape sequence, no control."""
-    text = re.sub(r"\s", " ", _ESCAPE.sub("", text))
-    return "".join(char for char in text if char.isprintable())

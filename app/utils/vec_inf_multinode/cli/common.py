@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from ..watch import clean_line
+from ..jobdir import clean_line
 
 try:
     from vec_inf.cli._cli import launch as _launch_command
