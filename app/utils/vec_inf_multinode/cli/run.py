@@ -253,8 +253,6 @@ def _report(this: Run, complete: bool, keep: bool, json_mode: bool) -> None:
         common.print_json(this.summary())
 
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-
 command = click.Command(
     "run",
     callback=run,
@@ -269,7 +267,7 @@ command = click.Command(
         ),
         click.Option(
             ["--output", "destination"],
-            type=_FILE,
+            type=click.Path(dir_okay=False, path_type=Path),
             required=True,
             help="Where the results go, one a line; NAME.json: one array at the end",
         ),
