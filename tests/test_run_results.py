@@ -90,6 +90,11 @@ def test_each_line_is_one_write(path, monkeypatch):
     assert json.loads(written[0])["custom_id"] == "é\u2028"
 
 
+def test_the_state_is_the_owners_only(path):
+    with output_at(path) as output:
+        assert output.state_file.stat().st_mode & 0o777 == 0o600
+
+
 def test_only_one_run_has_it(path):
     with output_at(path) as output:
         output.write(result("a"))

@@ -34,7 +34,7 @@ def requests_for(*prompts):
 
 
 def server_at(endpoint, timeout=5, retries=3, key=None):
-    return Server(endpoint.root, key, timeout, retries)
+    return Server(lambda: endpoint.root, key, timeout, retries)
 
 
 def send(endpoint, *prompts, was_away=lambda since: False, concurrency=4, **server):

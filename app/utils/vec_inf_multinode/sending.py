@@ -42,8 +42,8 @@ class Server:
 
     Parameters
     ----------
-    root : str
-        Address without ``/v1``.
+    root : callable
+        Gives the address without ``/v1``; a requeued job has another one.
     key : str, optional
         API key.
     timeout : float
@@ -52,7 +52,7 @@ class Server:
         How often a request is sent again after the first time.
     """
 
-    root: str
+    root: Callable[[], str]
     key: Optional[str]
     timeout: float
     retries: int
@@ -67,7 +67,7 @@ class Server:
         """What is served."""
         timeout = (CONNECT_TIMEOUT, self.timeout)
         with self.session() as session:
-            return session.get(f"{self.root}/v1/models", timeout=timeout)
+            return session.get(f"{self.root()}/v1/models", timeout=timeout)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def post(session: requests.Session, server: Server, request: Request) -> Answer:
     """Send a request once."""
     try:
         response = session.post(
-            server.root + request.url,
+            server.root() + request.url,
             data=json.dumps(request.body),
             headers={"Content-Type": "application/json"},
             timeout=(CONNECT_TIMEOUT, server.timeout),

@@ -11,7 +11,7 @@ import click
 import requests
 
 from ..launcher import MultinodeClient
-from ..prompts import Survey, read_requests, survey
+from ..prompts import BadLine, Survey, read_requests, survey
 from ..results import Output, OutputBusyError, OutputError, WriteError
 from ..sending import Sender, Server
 from . import common
@@ -55,6 +55,7 @@ class Run:
         self.total = found.count
         self.output = Output(destination, found.sha256, model)
         self.job = Job(MultinodeClient(), model, self.output, say)
+        self.again = "the same command goes on from there"
 
     def _survey(self) -> Survey:
         """Look at the whole input before anything is launched."""
@@ -94,13 +95,13 @@ class Run:
             For the `Server`.
         """
         if job_id:
+            self.again = "with another job the same command goes on from there"
             self.job.use(str(job_id))
         elif not self.job.take_back():
             self.job.launch(launch)
         status = self.job.wait()
-        root = status.base_url.rstrip("/").removesuffix("/v1")
         for key in api_keys(directory_of(status)):
-            server = Server(root, key, **patience)
+            server = Server(lambda: self.job.root, key, **patience)
             if self._is_let_in(server):
                 say(f"Job {self.job.id} serves at {status.base_url}")
                 return server
@@ -173,6 +174,9 @@ class Run:
             what, code = f"Job {self.job.id} is lost: {lost}", common.FAILED
         except WriteError as err:
             what, code = f"Cannot write: {err}", common.FAILED
+        except BadLine as err:
+            text = f"{self.source} was changed while it was read: {err}."
+            raise common.CommandError(text, common.BAD_INPUT) from None
         except OutputError as err:
             raise common.CommandError(str(err), common.BAD_INPUT) from None
         except OutputBusyError as err:
@@ -181,8 +185,7 @@ class Run:
             return
         done = f"{self.output.tally.done} of {self.total} requests have a result"
         raise common.CommandError(
-            f"{what}. {done} in {self.output.lines}; the same command goes on from "
-            "there.",
+            f"{what}. {done} in {self.output.lines}; {self.again}.",
             code,
             **self.summary(),
         )
@@ -255,8 +258,6 @@ def _report(this: Run, complete: bool, keep: bool, json_mode: bool) -> None:
         common.print_json(this.summary())
 
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-
 command = click.Command(
     "run",
     callback=run,
@@ -271,7 +272,7 @@ command = click.Command(
         ),
         click.Option(
             ["--output", "destination"],
-            type=_FILE,
+            type=click.Path(dir_okay=False, path_type=Path),
             required=True,
             help="Where the results go, one a line; NAME.json: one array at the end",
         ),

@@ -68,6 +68,11 @@ def directory_of(status: Any) -> JobDirectory:
     return JobDirectory(Path(status.log_dir))
 
 
+def root_of(status: Any) -> str:
+    """Address of a server that is ready, without ``/v1``."""
+    return str(status.base_url).rstrip("/").removesuffix("/v1")
+
+
 def end_of(status: Any) -> Optional[str]:
     """Why a job is over or ending, None while it is not."""
     state, reason = str(status.job_state), status.failed_reason
@@ -178,11 +183,14 @@ class Job:
     ----------
     id : str or None
         Slurm's id, once there is one.
+    root : str
+        Address of its server, without ``/v1``.
     """
 
     def __init__(self, client: Any, model: str, output: Output, say: Say):
         self.client, self.model, self.output, self.say = client, model, output, say
         self.id: Optional[str] = None
+        self.root = ""
         self._directory: Optional[JobDirectory] = None
         self._lock = threading.Lock()
         self._back_since = float("-inf")
@@ -236,7 +244,9 @@ class Job:
     def wait(self) -> Any:
         """Wait until it serves; the status that said so."""
         self._directory = directory_of(look(self.client, str(self.id)))
-        return wait_ready(self.client, str(self.id), self.say)
+        status = wait_ready(self.client, str(self.id), self.say)
+        self.root = root_of(status)
+        return status
 
     def was_away(self, since: float) -> bool:
         """Whether the server was away since a time; waits until it is back.
@@ -254,7 +264,8 @@ class Job:
         with self._lock:
             if self._back_since > since:
                 return True
-            if look(self.client, str(self.id)).server_status == "READY":
+            status = look(self.client, str(self.id))
+            if status.server_status == "READY" and root_of(status) == self.root:
                 return False
             self.wait()
             self._back_since = time.monotonic()
