@@ -88,7 +88,12 @@ EXPECTED = {
     ),
     "no-word": ("failed", "rank 1 on nid002 exited with status 3 after ", "rank-ended"),
     "cancelled": ("stopped", "stopped on request, while it was serving", None),
-    "no-gpus": ("failed", "rank 0 on nid001 has 1 GPU(s) (0), planned 4", "few-gpus"),
+    "no-gpus": (
+        "failed",
+        # whichever says so first
+        tuple(f"rank {k} on nid00{k + 1} has 1 GPU(s) (0), planned 4" for k in (0, 1)),
+        "few-gpus",
+    ),
     "no-fabric": ("failed", "no routable fabric IPv4 on nid001", "no-fabric"),
     "allocation": (
         "failed",
