@@ -161,15 +161,15 @@ REMOVALS = [
     row(
         "routing: everything",
         LAUNCHER,
-        "    return is_multinode_vllm(route)\n",
-        "    return True\n",
+        "    if not is_multinode_vllm(route):\n",
+        "    if False:\n",
         f"{VEC_INFS}[venv]",
     ),
     row(
         "routing: nothing",
         LAUNCHER,
-        "    return is_multinode_vllm(route)\n",
-        "    return False\n",
+        "    if not is_multinode_vllm(route):\n",
+        "    if True:\n",
         f"{OURS}[no-module-command]",
     ),
     row(

@@ -168,7 +168,7 @@ def test_a_terminal_gets_one_live_line(serving):
     # of the live line nothing is left
     assert screen.left(running.said)[-2:] == [
         "Stopping job 42; Ctrl-C to leave before it has ended.",
-        "Error: Interrupted; job 42 is stopped.",
+        "Interrupted; job 42 is stopped.",
     ]
 
 

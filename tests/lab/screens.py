@@ -9,9 +9,11 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import requests
 from lab import Lab
 from rich.console import Console
 from rich.text import Text
@@ -52,13 +54,13 @@ class Terminal:
         self.written = b""
 
     def read(self, until: str = "") -> str:
-        """Read to the end, or until a text is there."""
+        """Read to the end, or until a pattern is there."""
         deadline = time.monotonic() + LIMIT
         while time.monotonic() < deadline:
             data = self.process.stdout.read1(65536)
             self.written += data
             text = self.written.decode(errors="replace")
-            if not data or (until and until in text):
+            if not data or (until and re.search(until, text)):
                 return text
         raise TimeoutError(f"{self.command}: {LIMIT} s")
 
@@ -94,10 +96,28 @@ def number_in(lines: list[str]) -> str:
     return next(m[1] for line in lines if (m := re.match(r"Job +(\d+)", line)))
 
 
+def ask(url: str, busy: threading.Event) -> None:
+    """Keep a server busy."""
+    body = {"model": "tiny-llama", "prompt": "Once", "max_tokens": 100}
+    while busy.is_set():
+        requests.post(f"{url}/completions", json=body, timeout=60)
+
+
 def serve(lab: Lab) -> None:
     """Take a picture of ``serve``: its live line, and after that its end."""
     terminal = Terminal(lab, "vec-inf-multinode", "serve", *LAUNCH)
-    written = terminal.read(until="generated tokens/s")
+    url = re.search(r"Address +(\S+)", terminal.read(until=r"Model +\S+\r"))[1]
+    busy = threading.Event()
+    busy.set()
+    asking = [threading.Thread(target=ask, args=(url, busy)) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    try:
+        written = terminal.read(until=r"[1-9][0-9.]* generated tokens/s.* left")
+    finally:
+        busy.clear()
+        for thread in asking:
+            thread.join()
     live = screen.lines(written)[-1]
     terminal.press(b"\x03")
     lines = screen.lines(terminal.read())

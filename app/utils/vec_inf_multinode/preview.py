@@ -29,7 +29,7 @@ _RESOURCES = {
     "model_weights_parent_dir": "weights below",
     "hf_model": "Hugging Face model",
     "bind": "binds",
-    "venv": "environment",
+    "venv": "runs in",
     "work_dir": "work directory",
     "log_dir": "log directory",
 }

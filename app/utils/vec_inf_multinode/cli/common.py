@@ -70,6 +70,11 @@ class CommandError(click.ClickException):
         self.exit_code = exit_code
         self.details = details
 
+    def show(self, file: Any = None) -> None:
+        """Write it to stderr; an interruption is what was asked for, and no error."""
+        prefix = "" if self.exit_code == INTERRUPTED else "Error: "
+        say(f"{prefix}{self.format_message()}")
+
 
 class _JobId(click.ParamType):
     """Slurm's id of a job: vec-inf hands it to a shell."""
