@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN, END = "<!-- made by make bench -->", "<!-- until here -->"
 HEADER = ("what", "ours", "beside", "ratio or difference", "goal", "met")
 
 
@@ -186,9 +188,11 @@ def plots(raw: dict[str, Any], place: Path) -> None:
 
 
 def write(raw_file: Path, place: Path) -> str:
-    """Write ``table.md`` and the plots; the table."""
+    """Put the table into the README and write the plots; the table."""
     raw = json.loads(raw_file.read_text())
     text = table(raw)
-    place.joinpath("table.md").write_text(text)
+    before, _, rest = README.read_text("utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n{text}{END}{after}", "utf-8")
     plots(raw, place)
     return text
