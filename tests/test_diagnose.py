@@ -473,6 +473,12 @@ def test_control_characters_of_a_log_are_not_passed_on(tmp_path):
     assert "CUDA out of memory" in line.text and line.text.isprintable()
 
 
+def test_nor_are_those_of_a_name(tmp_path):
+    data = b"NCCL INFO Using network \x1b[31mSocket\n"
+    job = ruin(tmp_path, {"nccl-debug/nid\x1b[1m.12": data})
+    assert "\x1b" not in shown_by(diagnose(job))
+
+
 def test_a_huge_log_is_read_at_its_ends(tmp_path):
     """Bounded memory, and the telling line is found at either end."""
     job = ruin(tmp_path, {"attempt-0/timeline": b"1796093816 rank 0 up on nid001\n"})

@@ -420,10 +420,14 @@ def _warnings(job: JobDirectory, known: Known) -> Iterator[str]:
 # ---------------------------------------------------------------- lines
 
 
+def printable(text: str) -> str:
+    """A text that does nothing to a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def _clean(line: str) -> str:
     """A line of a log, fit to be shown."""
-    text = _CONTROL.sub("", line).replace("\t", " ").strip()
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    text = printable(_CONTROL.sub("", line).replace("\t", " ").strip())
     return text if len(text) <= MAX_LENGTH else text[: MAX_LENGTH - 1] + "…"
 
 
