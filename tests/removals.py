@@ -1359,8 +1359,8 @@ REMOVALS = [
     row(
         "a log that is no markup",
         "cli/diagnose.py",
-        "common.out.print(Text.assemble((word, style), (text, style)), soft_wrap=True)",
-        "common.out.print(word + text, style=style, soft_wrap=True)",
+        "    common.out.print(line, soft_wrap=True)",
+        "    common.out.print(line.plain, style=style, soft_wrap=True)",
         f"{DIAGNOSE}test_a_log_is_no_markup",
     ),
     row(
@@ -1368,6 +1368,7 @@ REMOVALS = [
         DIAGNOSE_PY,
         'c if c.isprintable() else "\\N{REPLACEMENT CHARACTER}" for c in text',
         "c for c in text",
+        f"{DIAGNOSE}test_nor_are_those_of_a_name",
         f"{DIAGNOSE}test_control_characters_of_a_log_are_not_passed_on",
     ),
     row(

@@ -8,7 +8,14 @@ from typing import Optional
 import click
 from rich.text import Text
 
-from ..diagnose import FAILED, READY, Diagnosis, Line, of_directory, of_job
+from ..diagnose import (
+    FAILED,
+    READY,
+    Diagnosis,
+    Line,
+    of_directory,
+    of_job,
+)
 from ..errors import JobDirectoryError
 from ..launcher import default_log_dir
 from . import common
@@ -131,4 +138,5 @@ def _lines(lines: Iterable[Line]) -> None:
 
 def _say(text: str, style: str = "", word: str = "") -> None:
     # not wrapped: a line of a log is to be found again with grep
-    common.out.print(Text.assemble((word, style), (text, style)), soft_wrap=True)
+    line = Text.assemble((word, style), (common.clean_text(text), style))
+    common.out.print(line, soft_wrap=True)
