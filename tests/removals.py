@@ -904,8 +904,8 @@ REMOVALS = [
     row(
         "the end of the step after a failure",
         BATCH,
-        '    llmhub_write_failure "$@"\n    llmhub_end_step\n',
-        '    llmhub_write_failure "$@"\n',
+        "    fi\n    llmhub_end_step\n    exit 1\n",
+        "    fi\n    exit 1\n",
         T4 + "test_readiness_budget[run]",
     ),
     row(
@@ -1105,6 +1105,8 @@ REMOVALS = [
         JOBDIR,
         "for char in text if char.isprintable()",
         "for char in text",
+        f"{DIAGNOSE}test_nor_are_those_of_a_name",
+        f"{DIAGNOSE}test_control_characters_of_a_log_are_not_passed_on",
         WATCHED + "test_no_control_character_of_a_log_is_told",
     ),
     row(
@@ -1362,14 +1364,6 @@ REMOVALS = [
         "    common.out.print(line, soft_wrap=True)",
         "    common.out.print(line.plain, style=style, soft_wrap=True)",
         f"{DIAGNOSE}test_a_log_is_no_markup",
-    ),
-    row(
-        "control characters",
-        DIAGNOSE_PY,
-        'c if c.isprintable() else "\\N{REPLACEMENT CHARACTER}" for c in text',
-        "c for c in text",
-        f"{DIAGNOSE}test_nor_are_those_of_a_name",
-        f"{DIAGNOSE}test_control_characters_of_a_log_are_not_passed_on",
     ),
     row(
         "the status of a failure",
