@@ -649,6 +649,13 @@ REMOVALS = [
         T4 + "test_a_vllm_that_may_work[lib64]",
     ),
     row(
+        "vLLM's version: a place that is called like it",
+        RANK,
+        "${info##*/vllm-}",
+        "${info#*/vllm-}",
+        T4 + "test_a_vllm_that_may_work[link]",
+    ),
+    row(
         "vLLM's version: an image that does not answer",
         RANK,
         "timeout -k 2 10 ",

@@ -382,9 +382,10 @@ def twice_in_the_image(run):
 def linked_program(run):
     """Let the command on PATH be a link into the place where vLLM is."""
     image = run.node.etc / "image"
-    image.rename(image.with_name("venv"))
+    # a name that begins as the metadata's does
+    venv = image.rename(image.with_name("vllm-venv"))
     image.joinpath("bin").mkdir(parents=True)
-    image.joinpath("bin", "vllm").symlink_to(image.with_name("venv") / "bin" / "vllm")
+    image.joinpath("bin", "vllm").symlink_to(venv / "bin" / "vllm")
 
 
 UNKNOWN = (

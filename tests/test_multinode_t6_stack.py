@@ -89,7 +89,7 @@ def test_err_holds_the_ready_signature_and_nothing_else(pipeline):
     assert pipeline.log("err") == "INFO:     Application startup complete.\n"
 
 
-def test_out_names_topology_and_stages(pipeline):
+def test_out_names_topology_and_stages(lab, pipeline):
     """The first move of an operator, `grep LLMHUB-`, tells the story."""
     lines = pipeline.log("out").splitlines()
     first, *more = (line for line in lines if line.startswith("LLMHUB-TOPOLOGY"))
@@ -102,6 +102,7 @@ def test_out_names_topology_and_stages(pipeline):
         "LLMHUB-TOPOLOGY: nccl_socket_ifname==hsn0",
         "LLMHUB-TOPOLOGY: readiness_budget=1620s",
     ]
+    assert f"LLMHUB-TOPOLOGY: vllm {lab.vllm_version}+cpu" in more
     assert "LLMHUB-STAGE-A: rank 1 up on nid002" in lines
     assert "LLMHUB-STAGE-A: all 2 ranks launched" in lines
 

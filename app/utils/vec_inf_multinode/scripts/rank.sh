@@ -171,7 +171,7 @@ set_container_env() {
 PROBE='
 command=$(readlink -f "$(command -v vllm)")
 for info in "${command%/bin/*}"/lib*/python3*/*-packages/vllm-*.dist-info; do
-    [ ! -d "$info" ] || basename "${info#*/vllm-}" .dist-info
+    [ ! -d "$info" ] || basename "${info##*/vllm-}" .dist-info
 done
 '
 
