@@ -327,7 +327,7 @@ class MultinodeClient(_VecInfClient):
         self,
         slurm_job_id: str,
         poll_interval_seconds: float = 10,
-        silence_seconds: float = SILENCE,
+        silence_seconds: Optional[float] = None,
     ) -> Iterator[tuple[Any, watch.Progress]]:
         """Yield what `get_progress` gives, again and again, until the job is over.
 
@@ -337,21 +337,23 @@ class MultinodeClient(_VecInfClient):
             Slurm's id.
         poll_interval_seconds : float
             Seconds between two looks.
-        silence_seconds : float
-            Seconds that Slurm may leave unanswered: its controller restarts.
+        silence_seconds : float, optional
+            Seconds that Slurm may leave unanswered, by default `SILENCE`: its
+            controller restarts.
 
         Raises
         ------
         SlurmJobError
             If Slurm does not know the job, is not there, or does not answer for long.
         """
+        limit = SILENCE if silence_seconds is None else silence_seconds
         answered = time.monotonic()
         while True:
             try:
                 status, progress = self.get_progress(slurm_job_id)
             except SlurmJobError as err:
                 hopeless = slurm.no_such_job(str(err)) or not slurm.is_installed()
-                if hopeless or time.monotonic() - answered > silence_seconds:
+                if hopeless or time.monotonic() - answered > limit:
                     raise
             else:
                 answered = time.monotonic()

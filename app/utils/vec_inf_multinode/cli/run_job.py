@@ -226,8 +226,6 @@ class Job:
 
     def launch(self, options: dict[str, Any]) -> None:
         """Launch one."""
-        from vec_inf.client import LaunchOptions
-
         # Killed after sbatch and before the record, a multi-node job stays held in the
         # queue: it never starts and costs nothing. Killed after the record, the next
         # try releases it. (vec-inf does not hold a single-node job: for the moment
@@ -235,7 +233,7 @@ class Job:
         with signals_later():
             response = self.client.launch_model(
                 self.model,
-                LaunchOptions(**options),
+                common.LaunchOptions(**options),
                 on_submitted=self.output.record_job,
             )
             self.id = response.slurm_job_id
