@@ -1209,7 +1209,14 @@ REMOVALS = [
         CLI_SIGNALS,
         "        signal.signal(other, signal.SIG_IGN)\n    raise",
         "        del other\n    raise",
-        SERVED + "test_a_second_ctrl_c_does_not_undo_the_first",
+        SERVED + "test_one_interruption_is_enough",
+    ),
+    row(
+        "what is ignored, by nohup for instance",
+        CLI_SIGNALS,
+        "        if handler is not signal.SIG_IGN:\n    ",
+        "    ",
+        SERVED + "test_what_is_ignored_stays_so",
     ),
     row(
         "the stop of an interrupted serve",

@@ -299,3 +299,16 @@ def test_another_vec_inf_is_refused(terminal, request_words, tmp_path):
     assert shown.status == 3
     error = json.loads(shown.printed)["error"]
     assert "need vec-inf 0.9.0, found 0.9.1" in error["message"]
+
+
+def test_the_shell_completes_commands_and_options(terminal):
+    def completed(words):
+        shown = terminal.run(
+            _VEC_INF_MULTINODE_COMPLETE="bash_complete",
+            COMP_WORDS=f"vec-inf-multinode {words}",
+            COMP_CWORD=str(len(words.split())),
+        )
+        return shown.printed.split()
+
+    assert completed("re") == ["plain,render"]
+    assert completed("serve --num") == ["plain,--num-nodes"]

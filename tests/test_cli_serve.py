@@ -1,6 +1,7 @@
 """``serve``: a model as long as the command runs, and no longer."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -9,7 +10,7 @@ import pytest
 import screen
 from terminal import JOB, StandinJob
 
-from app.utils.vec_inf_multinode.cli import load
+from app.utils.vec_inf_multinode.cli import load, signals
 
 KEY = "sk-very-secret-key"
 
@@ -73,6 +74,35 @@ def test_it_waits_until_slurm_says_that_the_job_is_gone(serving, login, job):
     job.slurm("CANCELLED")
     assert running.ended() == 130
     assert cancelled(login) == 1
+
+
+def interrupted_by(number):
+    """Whether a signal to this process raises."""
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(0.05)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_one_interruption_is_enough():
+    """What it sets off is not cut short by the next, until that is allowed."""
+    with signals.interruptible():
+        assert interrupted_by(signal.SIGTERM)
+        assert not any(map(interrupted_by, signals.STOPPING))
+        signals.allow_another()
+        assert interrupted_by(signal.SIGINT)
+
+
+def test_what_is_ignored_stays_so():
+    """nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.interruptible():
+            assert not interrupted_by(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_ctrl_c_does_not_undo_the_first(serving, login, job):

@@ -266,7 +266,8 @@ def wait(client, look=lambda progress: None, **options):
         told.append(progress)
         look(progress)
 
-    settings = {"poll_interval_seconds": 0.01, "on_progress": on_progress, **options}
+    settings = {"timeout_seconds": 20, "poll_interval_seconds": 0.01, **options}
+    settings["on_progress"] = on_progress
     try:
         return client.wait_until_ready(JOB, **settings), told
     except Exception as err:
