@@ -8,6 +8,7 @@ import pytest
 from batch import MODEL, a_cluster
 from endpoint import Endpoint
 
+from app.utils.vec_inf_multinode import slurm
 from app.utils.vec_inf_multinode.cli import run_job
 from app.utils.vec_inf_multinode.cli.run_job import (
     Job,
@@ -76,7 +77,7 @@ def test_a_reason_that_is_none_is_not_said(cluster, said):
     assert said == ["Job 42 is queued"]
 
 
-@pytest.mark.parametrize("state", sorted(run_job.ENDED))
+@pytest.mark.parametrize("state", sorted(slurm.ENDED))
 def test_a_job_that_has_ended(cluster, said, state):
     cluster.show("42", state)
     with pytest.raises(JobLost, match=f"Slurm says {state}"):

@@ -22,9 +22,9 @@ from .run_job import (
     JobLost,
     api_keys,
     directory_of,
-    ending_signals,
     stopped_at_the_end,
 )
+from .signals import interruptible
 
 
 def say(text: str) -> None:
@@ -226,7 +226,7 @@ def run(
         names = ", ".join("--" + name.replace("_", "-") for name in options)
         raise click.UsageError(f"--job-id uses a running job: leave out {names}.")
     this = Run(model_name, source, destination)
-    with ending_signals(), this.told_apart(), this.output:
+    with interruptible(), this.told_apart(), this.output:
         complete = this.output.is_complete(this.total)
         if not this.output.locked:
             say("No locks on this file system: see that no other run writes there.")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,33 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
+from .. import slurm
 from ..errors import SlurmJobError, SubmitError
 from ..jobdir import JobDirectory
 from ..launcher import release
 from ..results import Output
-from . import common
+from . import common, signals
 
 POLL = 2.0
 # How long Slurm may not answer, and a server that was ready may not be healthy, before
 # the job is given up.
 SLURM_PATIENCE, SERVER_PATIENCE = 300.0, 60.0
-# COMPLETING is not among them: it may be a requeue.
-ENDED = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
-}
 # Slurm's words for a job that it has forgotten, and one that has ended already.
 GONE = ("Invalid job id", "already completing or completed")
-
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Say = Callable[[str], None]
 
@@ -76,7 +61,7 @@ def root_of(status: Any) -> str:
 def end_of(status: Any) -> Optional[str]:
     """Why a job is over or ending, None while it is not."""
     state, reason = str(status.job_state), status.failed_reason
-    if state in ENDED:
+    if state in slurm.ENDED:  # COMPLETING may be a requeue
         return str(reason or f"Slurm says {state}")
     if status.server_status == "FAILED" and directory_of(status).failure():
         return str(reason)
@@ -230,7 +215,7 @@ class Job:
         # queue: it never starts and costs nothing. Killed after the record, the next
         # try releases it. (vec-inf does not hold a single-node job: for the moment
         # between sbatch's answer and the record it could be left running.)
-        with signals_later():
+        with signals.held():
             response = self.client.launch_model(
                 self.model,
                 common.LaunchOptions(**options),
@@ -313,54 +298,11 @@ class Job:
 
 
 @contextmanager
-def signals_later() -> Iterator[None]:
-    """Keep the ending signals waiting; what is started in here does not hear them.
-
-    Blocked, they stay pending for this process though they are ignored (Linux);
-    ignored, they are so for its children too, where a shell unblocks them.
-    """
-    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-    ignore_signals()
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextmanager
-def ending_signals() -> Iterator[None]:
-    """Let the first of the ending signals end the run in order, and no further one."""
-
-    def end(number: int, frame: Any) -> None:
-        ignore_signals()
-        raise KeyboardInterrupt
-
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as a hangup is under nohup
-            signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def ignore_signals() -> None:
-    """From here to the end, the ending signals are not heard."""
-    for number in ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-@contextmanager
 def stopped_at_the_end(job: Job, keep: bool) -> Iterator[None]:
     """Leave no GPUs billed while idle, however the block is left."""
     try:
         yield
     finally:
         if job.id and not keep:
-            ignore_signals()
+            signals.ignore()
             job.stop()

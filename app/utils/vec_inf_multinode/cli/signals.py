@@ -8,10 +8,15 @@ from typing import Any
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def _interrupt(number: int, frame: Any) -> None:
-    # one is enough: the next must not cut short what the first has set off
+def ignore() -> None:
+    """Hear none of them from here on."""
     for other in STOPPING:
         signal.signal(other, signal.SIG_IGN)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    # one is enough: the next must not cut short what the first has set off
+    ignore()
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
