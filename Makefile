@@ -12,7 +12,7 @@ help:
 	@echo "                (DEMO_ARGS=--tensor for TP=2 across the nodes)"
 	@echo "make screens    take the pictures in docs/ anew, on the cluster that is up"
 	@echo "make test       every test; brings the one-machine cluster up"
-	@echo "make test-faults  every fault, with real vLLM where it matters (about 20 minutes)"
+	@echo "make test-faults  every fault, with real vLLM where it matters (about 40 minutes)"
 	@echo "make test-fast  the tests that need no cluster"
 	@echo "make bench      what the launcher costs, side by side (BENCH_ARGS='hub start')"
 	@echo "make lint       black, isort, flake8, shellcheck"
@@ -44,7 +44,7 @@ test-fast: $(VENV)/.installed tools
 	$(BIN)/pytest -m 'not lab and not removals'
 
 test-faults: $(VENV)/.installed
-	$(BIN)/pytest -rA tests/test_faults_standin.py tests/test_faults_vllm.py
+	$(BIN)/pytest -rA tests/test_faults_*.py tests/test_diagnose_lab.py tests/test_run_lab.py
 
 lint: $(VENV)/.installed tools
 	$(BIN)/black --check -q app bench tests || $(BIN)/black --check app bench tests

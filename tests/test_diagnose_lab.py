@@ -177,6 +177,7 @@ def test_well_and_then_cancelled(launch, diagnose):
     assert found["verdict"] == "stopped on request, while it was serving"
 
 
+@pytest.mark.slow
 def test_the_time_limit(launch, diagnose):
     job = launch(time="00:01:00")
     job.ready()
@@ -209,11 +210,13 @@ def test_a_missing_bind_path(real, failed):
     assert "mount source /nowhere/cache" in found["ranks"][0]["lines"][0]["text"]
 
 
+@pytest.mark.slow
 def test_an_argument_that_vllm_does_not_know(real, failed):
     found = failed(real(vllm_args="--no-such-flag=1"), "unknown-argument")
     assert "unrecognized arguments: --no-such-flag" in str(found["ranks"])
 
 
+@pytest.mark.slow
 def test_a_model_path_that_the_container_does_not_have(real, failed):
     nowhere = {"hf_model": "/no/such/model", "model_weights_parent_dir": "/no/such"}
     found = failed(real(**nowhere), "model-path", limit=180)
@@ -234,6 +237,7 @@ def test_no_line_of_a_job_that_is_well_is_telling(real, diagnose):
     assert [rank["lines"] for rank in found["ranks"]] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_job_of_vec_infs_own(real, diagnose):
     job = real(model="tiny-llama-single", vllm_args="--no-such-flag=1")
     job.wait_gone(120)
