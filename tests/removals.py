@@ -1112,7 +1112,6 @@ REMOVALS = [
         JOBDIR,
         "for char in text if char.isprintable()",
         "for char in text",
-        f"{DIAGNOSE}test_nor_are_those_of_a_name",
         f"{DIAGNOSE}test_control_characters_of_a_log_are_not_passed_on",
         WATCHED + "test_no_control_character_of_a_log_is_told",
     ),

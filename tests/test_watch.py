@@ -328,11 +328,15 @@ def test_a_failure_is_raised_with_its_cause(client, job):
     )
 
 
-def test_a_wait_ends_when_slurm_forgets_the_job(client, login):
+def test_a_wait_ends_when_slurm_forgets_the_job(client, login, monkeypatch):
+    monkeypatch.setattr(launcher, "SILENCE", 8)
+    began = time.monotonic()
+
     def forget(progress):
         login.answer("scontrol.err", GONE)
 
     err, told = wait(client, look=forget)
+    assert time.monotonic() - began < 8, "it was waited for an answer of Slurm"
     assert isinstance(err, SlurmJobError) and GONE in str(err)
     assert len(told) == 1
 
