@@ -49,6 +49,7 @@ def launch(lab, hub, other):
             # a GB of KV cache: older CPU builds take half of the machine otherwise
             env=f"PATH={path},VLLM_CACHE_ROOT={cache},VLLM_CPU_KVCACHE_SPACE=1",
             bind=str(place),
+            model_weights_parent_dir=str(place / "models"),
             time="00:15:00",
             environ={"LLMHUB_MN_MAX_RESTARTS": "1"},
             **options,

