@@ -4,15 +4,18 @@ vec-inf reads its configuration when it is imported: the variables are set here,
 any test module is.
 """
 
+import functools
 import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import support
+import terminal as terminal_module
 
 _SITE = Path(tempfile.mkdtemp(prefix="multinode-site-"))
 _KNOBS = ("LLMHUB_MN_", "LLMFLUX_", "VEC_INF_", "SLURM_", "SRUN_")
@@ -58,6 +61,44 @@ def login(tmp_path, monkeypatch):
     for name, value in machine.environ.items():
         monkeypatch.setenv(name, value)
     return machine
+
+
+@pytest.fixture
+def terminal(login):
+    """Return the console script on that machine."""
+    started = terminal_module.Terminal(login)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def request_words(login):
+    """Return what makes the words of a request."""
+    return functools.partial(terminal_module.request_words, login)
+
+
+@pytest.fixture
+def shell(login, capfd, monkeypatch):
+    """Return the program on that machine, in this process."""
+    from app.utils.vec_inf_multinode.cli import main
+
+    def run(*words, **environ):
+        for name, value in {"COLUMNS": "120", **environ}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as end:
+            main(list(words))
+        done = capfd.readouterr()
+        return SimpleNamespace(status=end.value.code, printed=done.out, said=done.err)
+
+    return run
+
+
+@pytest.fixture
+def job(login):
+    """Return a job to look at."""
+    standin = terminal_module.StandinJob(login)
+    yield standin
+    standin.close()
 
 
 LAB_REFUSAL = []

@@ -13,7 +13,20 @@ T3 = "test_multinode_t3_shape.py::"
 T4 = "test_multinode_t4_rank_script.py::"
 T5 = "test_multinode_t5_seam.py::"
 PLAN = "test_plan.py::"
+WATCHED = "test_watch.py::"
+SHOWN = "test_cli_render.py::"
+LAUNCHED = "test_cli_launch.py::"
+SERVED = "test_cli_serve.py::"
+CONNECTED = "test_cli_connect.py::"
 QUOTING = "test_quoting.py::"
+GUARDS = "test_guards.py::"
+FAILURES = "test_failures.py::"
+DIAGNOSE = "test_diagnose.py::"
+RUN_PROMPTS = "test_run_prompts.py::"
+RUN_RESULTS = "test_run_results.py::"
+RUN_SENDING = "test_run_sending.py::"
+RUN_JOB = "test_run_job.py::"
+RUN_COMMAND = "test_run_command.py::"
 
 NO_LAUNCH = T1 + "test_no_multi_node_launch"
 OURS = T2 + "test_multi_node_vllm_is_ours"
@@ -55,6 +68,13 @@ LAUNCHER, SEAM, RENDER = "launcher.py", "seam.py", "render.py"
 BATCH, RANK, COMMON = "scripts/batch.sh", "scripts/rank.sh", "scripts/common.sh"
 SUBMIT = "scripts/submit.sh"
 PLAN_PY = "plan.py"
+WATCH, PREVIEW, SLURM = "watch.py", "preview.py", "slurm.py"
+CLI_COMMON, CLI_SIGNALS = "cli/common.py", "cli/signals.py"
+CLI_CONNECT, CLI_LAUNCH, CLI_SERVE = "cli/connect.py", "cli/launch.py", "cli/serve.py"
+CLI_STAGES = "cli/stages.py"
+FAILURES_PY, DIAGNOSE_PY, JOBDIR = "failures.py", "diagnose.py", "jobdir.py"
+PROMPTS, RESULTS, SENDING = "prompts.py", "results.py", "sending.py"
+RUN_CLI, JOB_CLI = "cli/run.py", "cli/run_job.py"
 
 REMOVALS = [
     # ------------------------------------------------------------ T1
@@ -141,15 +161,15 @@ REMOVALS = [
     row(
         "routing: everything",
         LAUNCHER,
-        "    return is_multinode_vllm(route)\n",
-        "    return True\n",
+        "    if not is_multinode_vllm(route):\n",
+        "    if False:\n",
         f"{VEC_INFS}[venv]",
     ),
     row(
         "routing: nothing",
         LAUNCHER,
-        "    return is_multinode_vllm(route)\n",
-        "    return False\n",
+        "    if not is_multinode_vllm(route):\n",
+        "    if True:\n",
         f"{OURS}[no-module-command]",
     ),
     row(
@@ -473,7 +493,7 @@ REMOVALS = [
     row(
         "the release",
         LAUNCHER,
-        "            _release(self.slurm_job_id)\n",
+        "            release(self.slurm_job_id)\n",
         "",
         PLAN + "test_a_launch",
     ),
@@ -891,8 +911,8 @@ REMOVALS = [
     row(
         "the end of the step after a failure",
         BATCH,
-        '    llmhub_write_failure "$@"\n    llmhub_end_step\n',
-        '    llmhub_write_failure "$@"\n',
+        "    fi\n    llmhub_end_step\n    exit 1\n",
+        "    fi\n    exit 1\n",
         T4 + "test_readiness_budget[run]",
     ),
     row(
@@ -1012,5 +1032,548 @@ REMOVALS = [
         "if k not in HEAD_ARGS",
         "if True",
         PLAN + "test_api_servers_are_rank_0s",
+    ),
+    row(
+        "the node that took no task",
+        BATCH,
+        "Task launch for [^ ]+ failed on node ",
+        "Task launch failed on node ",
+        T4 + "test_node_that_takes_no_task[run]",
+    ),
+    row(
+        "markers that are known already",
+        BATCH,
+        'if [ -z "${up[${marker##*/}]-}" ] && [ -e "$marker" ]; then',
+        'if [ -e "$marker" ] && [ -z "${up[${marker##*/}]-}" ]; then',
+        GUARDS + "test_waiting_does_not_grow_with_the_nodes",
+    ),
+    row(
+        "one parse of a catalog",
+        LAUNCHER,
+        "return pickle.loads(_parsed(loader, stream.read()))",
+        "return yaml.load(stream, Loader=loader)",
+        GUARDS + "test_a_catalog_is_parsed_once[one-node]",
+    ),
+    # ------------------------------------------------------------ the wait
+    row(
+        "the time of a queued job, which does not count",
+        LAUNCHER,
+        "            if progress.stage == watch.QUEUED:\n                deadline = None\n"
+        "            elif deadline is None:",
+        "            if deadline is None:",
+        WATCHED + "test_a_queued_job_does_not_time_out",
+        WATCHED + "test_a_requeued_job_gets_its_time_again",
+    ),
+    row(
+        "the end of a wait with the job's",
+        LAUNCHER,
+        "            if progress.stage == watch.STOPPED:\n                raise _ServerError(",
+        "            if progress.stage == watch.STOPPED:\n                repr(",
+        WATCHED + "test_a_queued_job_does_not_time_out",
+    ),
+    row(
+        "the patience with Slurm's controller",
+        LAUNCHER,
+        "hopeless = slurm.no_such_job(str(err)) or not slurm.is_installed()",
+        "hopeless = True",
+        WATCHED + "test_a_wait_outlives_a_controller_that_restarts",
+    ),
+    row(
+        "the end of a wait for a job that Slurm has forgotten",
+        LAUNCHER,
+        "hopeless = slurm.no_such_job(str(err)) or not slurm.is_installed()",
+        "hopeless = not slurm.is_installed()",
+        WATCHED + "test_a_wait_ends_when_slurm_forgets_the_job",
+    ),
+    row(
+        "a health check that is not answered, which is no failure",
+        WATCH,
+        'if status.server_status == "FAILED" and not silent:',
+        'if status.server_status == "FAILED":',
+        WATCHED + "test_a_server_that_is_silent_for_a_moment_is_not_given_up",
+        SERVED + "test_a_moment_without_an_answer_stops_nothing",
+    ),
+    row(
+        "a failure that a job has recorded",
+        WATCH,
+        "        and job_dir.failure() is None\n",
+        "",
+        WATCHED + "test_a_failure_counts_all_the_same",
+    ),
+    row(
+        "the escape sequences of a log",
+        JOBDIR,
+        '_ESCAPE.sub("", text)',
+        "text",
+        WATCHED + "test_no_control_character_of_a_log_is_told",
+    ),
+    row(
+        "the control characters of a log",
+        JOBDIR,
+        "for char in text if char.isprintable()",
+        "for char in text",
+        f"{DIAGNOSE}test_nor_are_those_of_a_name",
+        f"{DIAGNOSE}test_control_characters_of_a_log_are_not_passed_on",
+        WATCHED + "test_no_control_character_of_a_log_is_told",
+    ),
+    row(
+        "an end that is not known yet",
+        WATCH,
+        'if state == "COMPLETING":',
+        'if state == "":',
+        WATCHED + "test_a_job_that_is_ending_is_not_judged_yet",
+    ),
+    row(
+        "Slurm's silence, which is no end",
+        SLURM,
+        "return True if no_such_job(shown.stderr) else None",
+        "return True",
+        WATCHED + "test_a_job_is_asked_for",
+    ),
+    # ------------------------------------------------------------ what would be submitted
+    row(
+        "the directory that a preview does not make",
+        LAUNCHER,
+        'names = {**function.__globals__, "Path": _NoDirectory}',
+        "names = function.__globals__",
+        SHOWN + "test_the_log_directory_is_not_made",
+        SHOWN + "test_nothing_is_written_and_no_slurm_is_needed",
+    ),
+    row(
+        "the mask over env",
+        PREVIEW,
+        'hidden["env"] = {name: MASK for name in params.get("env") or {}}',
+        'hidden["env"] = dict(params.get("env") or {})',
+        SHOWN + "test_no_secret_is_shown_unless_asked_for",
+        LAUNCHED + "test_json_is_vec_infs_config_without_values_of_env",
+    ),
+    row(
+        "the mask over engine args",
+        PREVIEW,
+        "return pattern.sub(MASK, text) if pattern.search(text) else value",
+        "return value",
+        SHOWN + "test_no_secret_is_shown_unless_asked_for",
+    ),
+    row(
+        "the mask over binds",
+        PREVIEW,
+        "MASK if b in values else b for b in binds",
+        "b for b in binds",
+        SHOWN + "test_a_masked_request_is_changed_in_a_copy[short]",
+    ),
+    row(
+        "the mask that leaves words of the script alone",
+        PREVIEW,
+        "_TELLING = 8",
+        "_TELLING = 1",
+        SHOWN + "test_a_short_value_is_masked_in_its_own_place_only",
+    ),
+    # ------------------------------------------------------------ at the shell
+    row(
+        "the config without values of env",
+        CLI_LAUNCH,
+        "document = masked(response.config)",
+        "document = dict(response.config)",
+        LAUNCHED + "test_json_is_vec_infs_config_without_values_of_env",
+    ),
+    row(
+        "the job of an interrupted submission",
+        CLI_LAUNCH,
+        "problem = cancel(client, job_id)",
+        'problem = ""',
+        LAUNCHED + "test_interrupted_while_it_is_submitted_nothing_is_left",
+    ),
+    row(
+        "an sbatch that is not cut short",
+        CLI_SIGNALS,
+        "signal.signal(number, signal.SIG_IGN) for number in STOPPING",
+        "signal.getsignal(number) for number in STOPPING",
+        LAUNCHED + "test_interrupted_while_it_is_submitted_nothing_is_left",
+        RUN_COMMAND + "test_a_signal_during_the_launch_stops_the_job",
+    ),
+    row(
+        "a submission that is not interrupted",
+        CLI_SIGNALS,
+        "signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [])",
+        LAUNCHED + "test_interrupted_while_it_is_submitted_nothing_is_left",
+    ),
+    row(
+        "the lost connection",
+        CLI_SIGNALS,
+        "STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)",
+        "STOPPING = (signal.SIGINT, signal.SIGTERM)",
+        SERVED + "test_an_interruption_stops_the_job",
+    ),
+    row(
+        "the first Ctrl-C, which the second does not undo",
+        CLI_SIGNALS,
+        "    ignore()\n    raise",
+        "    raise",
+        SERVED + "test_one_interruption_is_enough",
+    ),
+    row(
+        "what is ignored, by nohup for instance",
+        CLI_SIGNALS,
+        "        if handler is not signal.SIG_IGN:\n    ",
+        "    ",
+        SERVED + "test_what_is_ignored_stays_so",
+    ),
+    row(
+        "the stop of an interrupted serve",
+        CLI_SERVE,
+        "            stop(client, job_id)\n            raise CommandError(",
+        "            raise CommandError(",
+        SERVED + "test_an_interruption_stops_the_job",
+    ),
+    row(
+        "the job that is kept",
+        CLI_SERVE,
+        "            if keep:\n                raise goes_on",
+        "            if False:\n                raise goes_on",
+        SERVED + "test_keep_leaves_the_job",
+    ),
+    row(
+        "the stop of a serve that fails",
+        CLI_SERVE,
+        "if not keep and not slurm.is_over(job_id):",
+        "if False:",
+        SERVED + "test_an_error_of_its_own_stops_the_job",
+        SERVED + "test_a_job_that_vec_inf_alone_calls_failed_is_stopped",
+    ),
+    row(
+        "the wait for the end of the job",
+        CLI_SERVE,
+        "while not slurm.is_over(job_id):",
+        "while False:",
+        SERVED + "test_it_waits_until_slurm_says_that_the_job_is_gone",
+    ),
+    row(
+        "a cancellation that is tried again",
+        CLI_SERVE,
+        "if problem or time.monotonic() - asked > STOP_AGAIN:",
+        "if False:",
+        SERVED + "test_a_cancellation_that_fails_is_tried_again",
+    ),
+    row(
+        "the job id, which a shell would read",
+        CLI_COMMON,
+        "if not _JOB_ID.fullmatch(str(value)):",
+        "if False:",
+        CONNECTED + "test_what_is_no_job_id_is_2_and_reaches_no_shell",
+    ),
+    row(
+        "the quotes of the env lines",
+        CLI_CONNECT,
+        "export {k}={shlex.quote(v)}",
+        "export {k}={v}",
+        CONNECTED + "test_the_env_lines_survive_eval[two words]",
+        CONNECTED + "test_the_env_lines_survive_eval[a;b&c|d>e<f]",
+    ),
+    row(
+        "the key, which is shown only when asked for",
+        CLI_CONNECT,
+        "        if show_secrets:\n            rows",
+        "        if True:\n            rows",
+        CONNECTED + "test_a_key_is_shown_only_when_asked_for",
+        SERVED + "test_it_says_how_to_reach_the_model_and_how_busy_it_is",
+    ),
+    row(
+        "the markup of a log, which is text",
+        CLI_STAGES,
+        "self.console.print(Text(clean_text(text), style=style), soft_wrap=True)",
+        "self.console.print(text, style=style, soft_wrap=True)",
+        LAUNCHED + "test_markup_of_a_log_is_text",
+    ),
+    # ------------------------------------------------------------ diagnosis
+    row(
+        "logs that are no text",
+        BATCH,
+        "lines=$(LC_ALL=C grep -a -h",
+        "lines=$(LC_ALL=C grep -h",
+        f"{FAILURES}test_the_job_prefers_the_telling_cause",
+    ),
+    row(
+        "the order of causes in the job",
+        BATCH,
+        """    for i in "${!LLMHUB_FAILURE_PATTERNS[@]}"; do
+        if LC_ALL=C""",
+        """    for ((i = ${#LLMHUB_FAILURE_PATTERNS[@]} - 1; i >= 0; i--)); do
+        if LC_ALL=C""",
+        f"{FAILURES}test_the_job_prefers_the_telling_cause",
+    ),
+    row(
+        "patterns that grep reads otherwise",
+        FAILURES_PY,
+        "        if odd:\n",
+        "        if odd and False:\n",
+        f"{FAILURES}test_a_pattern_that_grep_reads_otherwise_is_refused",
+    ),
+    row(
+        "lines one by one",
+        FAILURES_PY,
+        "line = next((x for x in lines if failure.found_in(x)), None)",
+        "line = next((x for x in lines if failure.found_in(x)), lines[0])",
+        f"{FAILURES}test_lines_are_judged_one_by_one",
+    ),
+    row(
+        "a site's entries first",
+        FAILURES_PY,
+        '{"failures": own.failures + known.failures}',
+        '{"failures": known.failures + own.failures}',
+        f"{FAILURES}test_a_sites_entries_come_first",
+    ),
+    row(
+        "the ends of a huge log",
+        JOBDIR,
+        "file.seek(max(EDGE, size - EDGE))",
+        "file.seek(size - EDGE)",
+        f"{DIAGNOSE}test_the_ends_of_a_log",
+    ),
+    row(
+        "pipes",
+        JOBDIR,
+        "        if not path.is_file():\n",
+        "        if not path.exists():\n",
+        f"{DIAGNOSE}test_what_is_no_file_is_empty",
+    ),
+    row(
+        "the most telling cause",
+        DIAGNOSE_PY,
+        "    for entry in known.failures:\n        if entry.fatal",
+        "    for entry in known.failures[::-1]:\n        if entry.fatal",
+        f"{DIAGNOSE}test_a_kill_for_memory_explains_what_follows_from_it",
+        f"{DIAGNOSE}test_nccl_logs_of_the_attempt",
+    ),
+    row(
+        "what Slurm says of an end",
+        DIAGNOSE_PY,
+        "    if by_slurm:\n        return FAILED",
+        "    if by_slurm and False:\n        return FAILED",
+        f"{DIAGNOSE}test_how_slurm_ended_it",
+    ),
+    row(
+        "a requeue",
+        DIAGNOSE_PY,
+        'if _REQUEUED in job.text("err"):',
+        "if False:",
+        f"{DIAGNOSE}test_how_slurm_ended_it",
+    ),
+    row(
+        "ids that start again",
+        DIAGNOSE_PY,
+        "            facts = SlurmFacts()  # ids start again some day: another job's\n",
+        "            pass\n",
+        f"{DIAGNOSE}test_slurm_knows_where",
+    ),
+    row(
+        "NCCL's logs of an earlier attempt",
+        DIAGNOSE_PY,
+        "if _modified(path) >= began - 60",
+        "if began or not began",
+        f"{DIAGNOSE}test_nccl_logs_of_the_attempt",
+    ),
+    row(
+        "a log that is no markup",
+        "cli/diagnose.py",
+        "    common.out.print(line, soft_wrap=True)",
+        "    common.out.print(line.plain, style=style, soft_wrap=True)",
+        f"{DIAGNOSE}test_a_log_is_no_markup",
+    ),
+    row(
+        "the status of a failure",
+        "cli/diagnose.py",
+        "return common.FAILED if found.state == FAILED else common.DONE",
+        "return common.DONE",
+        f"{DIAGNOSE}test_by_id_by_directory_and_as_json",
+    ),
+    # ------------------------------------------------------------ run
+    row(
+        "ids that come twice",
+        PROMPTS,
+        "if custom_id in first_seen:",
+        "if False:",
+        RUN_PROMPTS + "test_ids_that_come_twice",
+    ),
+    row(
+        "an answer that comes as a whole",
+        PROMPTS,
+        "if body.get(key):",
+        "if False:",
+        RUN_PROMPTS + "test_a_bad_line",
+    ),
+    row(
+        "another model in a body",
+        PROMPTS,
+        'if body.setdefault("model", model) != model:',
+        'if not body.setdefault("model", model):',
+        RUN_PROMPTS + "test_a_bad_line",
+    ),
+    row(
+        "appending",
+        RESULTS,
+        "os.O_RDWR | os.O_APPEND | os.O_CREAT",
+        "os.O_RDWR | os.O_CREAT",
+        RUN_RESULTS + "test_each_line_is_one_write",
+        RUN_RESULTS + "test_a_torn_last_line_is_cut_off",
+    ),
+    row(
+        "the cut of a torn line",
+        RESULTS,
+        "        os.ftruncate(self._descriptor, whole)\n",
+        "",
+        RUN_RESULTS + "test_a_torn_last_line_is_cut_off",
+    ),
+    row(
+        "the cut of a short write",
+        RESULTS,
+        "                os.ftruncate(self._descriptor, end)\n",
+        "",
+        RUN_RESULTS + "test_a_write_that_came_short_leaves_nothing",
+    ),
+    row(
+        "the lock",
+        RESULTS,
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        RUN_RESULTS + "test_only_one_run_has_it",
+    ),
+    row(
+        "the lock on what is still there",
+        RESULTS,
+        "if self.lines.exists() and os.path.samestat(",
+        "if True or os.path.samestat(",
+        RUN_RESULTS + "test_a_file_that_was_replaced_while_it_was_locked",
+    ),
+    row(
+        "the fingerprint of the input",
+        RESULTS,
+        '            ("input", state.input_sha256, self.input_sha256),\n',
+        "",
+        RUN_RESULTS + "test_another_input_or_model_is_refused",
+    ),
+    row(
+        "a file of somebody else",
+        RESULTS,
+        "            if found:\n",
+        "            if not found:\n",
+        RUN_RESULTS + "test_a_file_without_a_state_is_refused",
+    ),
+    row(
+        "a state file for its owner",
+        RESULTS,
+        "os.O_EXCL, 0o600",
+        "os.O_EXCL, 0o644",
+        RUN_RESULTS + "test_the_state_is_the_owners_only",
+    ),
+    row(
+        "the array counts once it is there",
+        RESULTS,
+        "finished=asdict(self.tally)",
+        "finished=None",
+        RUN_RESULTS + "test_an_array_in_the_order_of_the_input",
+    ),
+    row(
+        "what may pass",
+        SENDING,
+        "passing = code in (408, 429) or code >= 500",
+        "passing = code > 500",
+        RUN_SENDING + "test_what_may_pass_is_tried_again",
+    ),
+    row(
+        "decisions",
+        SENDING,
+        "passing = code in (408, 429) or code >= 500",
+        "passing = code > 400",
+        RUN_SENDING + "test_a_decision_is_a_result",
+    ),
+    row(
+        "the pause that the server asks for",
+        SENDING,
+        "max(asked, longest * random.uniform(0.5, 1.0))",
+        "longest * random.uniform(0.5, 1.0)",
+        RUN_SENDING + "test_retry_after_is_honoured",
+    ),
+    row(
+        "a server that was away",
+        SENDING,
+        "if not self._was_away(started):",
+        "if True:",
+        RUN_SENDING + "test_a_server_that_was_away_is_asked_again",
+    ),
+    row(
+        "bounded memory",
+        SENDING,
+        "queue.Queue(maxsize=concurrency)",
+        "queue.Queue()",
+        RUN_SENDING + "test_requests_under_way_are_bounded_and_read_late",
+    ),
+    row(
+        "no password of ~/.netrc",
+        SENDING,
+        "session.auth = _Bearer(self.key)",
+        "session.auth = _Bearer(self.key) if self.key else None",
+        RUN_SENDING + "test_a_key_and_nothing_from_netrc",
+    ),
+    row(
+        "the record before the release",
+        LAUNCHER,
+        "            if on_submitted:\n"
+        "                on_submitted(self.slurm_job_id)\n"
+        "            release(self.slurm_job_id)\n",
+        "            release(self.slurm_job_id)\n"
+        "            if on_submitted:\n"
+        "                on_submitted(self.slurm_job_id)\n",
+        RUN_COMMAND + "test_the_job_is_on_record_before_it_is_released",
+    ),
+    row(
+        "the job of a killed run",
+        RUN_CLI,
+        "elif not self.job.take_back():",
+        "else:",
+        RUN_COMMAND + "test_killed_before_the_job_serves[queued]",
+    ),
+    row(
+        "the release of a held job",
+        JOB_CLI,
+        'if status.pending_reason == "JobHeldUser":',
+        "if False:",
+        RUN_JOB + "test_a_held_job_is_released",
+    ),
+    row(
+        "somebody else's job",
+        JOB_CLI,
+        "if not mine or status",
+        "if status",
+        RUN_JOB + "test_a_job_that_is_not_ours_or_over_is_not",
+    ),
+    row(
+        "the end of the job",
+        JOB_CLI,
+        "if job.id and not keep:",
+        "if job.id and keep:",
+        RUN_COMMAND + "test_a_batch_end_to_end",
+        RUN_COMMAND + "test_keep[done]",
+    ),
+    row(
+        "a hangup under nohup",
+        CLI_SIGNALS,
+        "if handler is not signal.SIG_IGN:",
+        "if True:",
+        RUN_COMMAND + "test_under_nohup_a_hangup_is_nothing",
+    ),
+    row(
+        "an outage is one for every request",
+        JOB_CLI,
+        "if self._back_since > since:",
+        "if False:",
+        RUN_JOB + "test_one_outage_is_one_for_every_request",
+    ),
+    row(
+        "a key of this shell is shown to who wants one",
+        JOB_CLI,
+        "return [None, *filter(None, shells)]",
+        "return [*filter(None, shells), None]",
+        RUN_JOB + "test_keys",
     ),
 ]

@@ -200,7 +200,10 @@ class Login:
 
     def answer(self, name: str, text: str) -> None:
         """Let a stand-in use other words: ``sbatch.out``, ``scontrol.err``, ..."""
-        self.stub_dir.joinpath(name).write_text(text + "\n")
+        fresh = self.stub_dir / f"{name}.new"
+        fresh.write_text(text + "\n")
+        # a stand-in never reads half of it
+        fresh.replace(self.stub_dir / name)
 
     def tree(self) -> dict[str, Optional[str]]:
         """Every file that a launch could have written: text, None for a directory."""

@@ -46,6 +46,8 @@ def launch(lab, hub):
         job.cancel()
     for job in jobs:
         job.wait_gone()
+        if len(jobs) < 5:
+            print(f"job {job.number}: {job.story()}")
 
 
 def failure(job):
@@ -135,9 +137,10 @@ def test_benign_lines_do_not_fail_a_healthy_job(launch):
 
 def test_the_rank_with_a_cause_is_named(launch):
     """Of two that end within a second, the one whose log holds a cause wins."""
+    end = time.time() + 15
     job = launch(
-        rank0="ready=never exit=1 after=2",
-        rank1="exit=1 after=2.4 say=torch.OutOfMemoryError:_CUDA_out_of_memory.",
+        rank0=f"ready=never exit=1 at={end}",
+        rank1=f"exit=1 at={end + 0.4} say=torch.OutOfMemoryError:_CUDA_out_of_memory.",
     )
     job.failed(60)
     assert errors(job) == [
@@ -178,29 +181,52 @@ def frozen_node(lab):
     os.kill(pid, signal.SIGCONT)
 
 
-def test_a_late_rank_comes_up(launch, lab):
+@pytest.fixture
+def slow_node(lab):
+    """nid002, on which a task starts only once the site's prolog lets it."""
+    prolog = lab.dir / "etc" / "task_prolog.sh"
+    text, gate = prolog.read_text(), lab.dir / "run" / "gate"
+    wait = (
+        f'while [ "$SLURMD_NODENAME" = nid002 ] && [ ! -e {gate} ]; do sleep 0.1; done'
+    )
+    prolog.write_text(f"{text}{wait}\n")
+    yield gate.touch
+    prolog.write_text(text)
+    gate.unlink(missing_ok=True)
+
+
+def test_a_late_rank_comes_up(launch, slow_node):
     """A rank that starts 60 s late is waited for."""
-    pid = slurmd(lab, "nid002")
     job = launch(environ={"LLMHUB_MN_RANK_START_TIMEOUT": "90"})
-    while "TOPOLOGY" not in job.log("out"):
-        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 30
+    while "rank 0 up" not in job.log("out"):
+        assert time.monotonic() < deadline, job.report()
         time.sleep(0.1)
-    try:
-        time.sleep(60)
-        assert "all 2 ranks launched" not in job.log("out")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    job.ready(90)
+    time.sleep(60)
+    assert "all 2 ranks launched" not in job.log("out")
+    slow_node()
+    job.ready(30)
+    assert "LLMHUB-STAGE-A: rank 1 up on nid002" in job.log("out")
 
 
 def test_a_rank_that_never_starts_is_said(launch, frozen_node):
     """The budget ends the job, vec-inf says FAILED, DIAG lines tell what was seen."""
     job = launch(environ={"LLMHUB_MN_RANK_START_TIMEOUT": "8"})
     reason = job.failed(90)
-    assert "only 1 of 2 ranks started within 8s" in reason
+    assert "only 1 of 2 ranks started within 8s, without rank 1 on nid002" in reason
     frozen_node()
     diagnosis = [line for line in job.log("out").splitlines() if "LLMHUB-DIAG" in line]
     assert "LLMHUB-DIAG: ranks seen: 0" in diagnosis
+    job.wait_gone(60)
+
+
+def test_a_node_that_does_not_answer_slurm_is_named(launch, frozen_node):
+    """srun gives up on it before our budget is over, and kills the other rank."""
+    job = launch()
+    reason = job.failed(120)
+    assert "Slurm could not start the task on nid002" in reason
+    assert failure(job)["node"] == "nid002"
+    frozen_node()
     job.wait_gone(60)
 
 

@@ -50,6 +50,7 @@ def launch(lab, hub):
     for job in jobs:
         job.cancel()
         job.wait_gone()
+        print(f"job {job.number}: {job.story()}")
 
 
 def kill(lab, node, text, number=signal.SIGKILL):

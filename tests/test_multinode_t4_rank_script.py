@@ -951,7 +951,9 @@ def test_no_fabric_on_another_node(run):
 def test_barrier_timeout(run):
     """Missing ranks fail the job after the budget, with what there is to know."""
     assert len(run.errors()) == 1
-    assert run.errors()[0].startswith("only 1 of 2 ranks started within 2s")
+    assert run.errors()[0].startswith(
+        "only 1 of 2 ranks started within 2s, without rank 1 on nid002: "
+    )
     assert run_status(run) == f"LLMHUB-ERROR: {run.errors()[0]}"
     assert run.status == 1
     assert run.seconds < 12
@@ -974,6 +976,23 @@ def test_step_that_cannot_start(run):
     assert run_status(run) == f"LLMHUB-ERROR: {run.errors()[0]}"
     assert run.status == 1
     assert run.seconds < 10
+
+
+NODE_SILENT = (
+    "srun: error: Task launch for StepId=4242.0 failed on node nid002: Socket timed out"
+    " on send/recv operation\nsrun: error: Application launch failed: Socket timed out"
+    " on send/recv operation\nsrun: error: nid001: task 0: Killed"
+)
+
+
+@case(JobCase(say={"srun.json": json.dumps({"fails": NODE_SILENT})}))
+def test_node_that_takes_no_task(run):
+    """It is named, and not the rank that srun killed because of it."""
+    assert run.errors() == [
+        "srun step exited before all ranks started: Slurm could not start the task on "
+        "nid002: Socket timed out on send/recv operation"
+    ]
+    assert (run.failure()["node"], run.failure()["rank"]) == ("nid002", None)
 
 
 @case(JobCase(without=("ss",), during=when_ready))

@@ -4,6 +4,7 @@ import ast
 import enum
 import functools
 import importlib
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,13 @@ from vec_inf.client.config import ModelConfig
 
 from app.utils.vec_inf_multinode import check_vec_inf, launcher, seam
 
-MEMBERS = {member.name: member for member in seam.MEMBERS}
-OVERRIDDEN = [member for member in seam.MEMBERS if member.overridden]
+ALL = seam.MEMBERS + seam.CLI_MEMBERS
+MEMBERS = {member.name: member for member in ALL}
+OVERRIDDEN = [member for member in ALL if member.overridden]
 SUBCLASSES = {
     launcher.MultinodeClient: VecInfClient,
     launcher.MultinodeLauncher: ModelLauncher,
+    launcher._Preview: ModelLauncher,
     launcher.MultinodeScriptGenerator: SlurmScriptGenerator,
 }
 
@@ -52,18 +55,18 @@ def take_away(member, monkeypatch):
 
 def test_the_list_is_in_force():
     assert check_vec_inf() == seam.SeamReport("0.9.0", "0.9.0", ())
-    assert len(MEMBERS) == len(seam.MEMBERS)
+    assert len(MEMBERS) == len(ALL)
 
 
-@pytest.mark.parametrize("member", seam.MEMBERS, ids=MEMBERS)
+@pytest.mark.parametrize("member", ALL, ids=MEMBERS)
 def test_a_member_exists(member):
     assert member.problem() is None
 
 
-@pytest.mark.parametrize("member", seam.MEMBERS, ids=MEMBERS)
+@pytest.mark.parametrize("member", ALL, ids=MEMBERS)
 def test_a_member_that_is_renamed_is_named(member, monkeypatch):
     take_away(member, monkeypatch)
-    (problem,) = seam.inspect_vec_inf().missing
+    (problem,) = seam.inspect_vec_inf(ALL).missing
     if member.path.endswith("__init__"):  # every class has one: object's
         wanted = ", ".join(member.parameters or ())
         assert problem == f"{member.name}(args, kwargs) (wants {wanted})"
@@ -73,7 +76,7 @@ def test_a_member_that_is_renamed_is_named(member, monkeypatch):
         assert problem == f"{member.name} (missing)"
 
 
-@pytest.mark.parametrize("member", seam.MEMBERS, ids=MEMBERS)
+@pytest.mark.parametrize("member", ALL, ids=MEMBERS)
 def test_a_module_that_is_renamed_is_named(member):
     gone = seam.Member(f"{member.module}_gone", member.path)
     assert gone.problem() == f"{member.module}_gone.{member.path} (missing)"
@@ -81,7 +84,7 @@ def test_a_module_that_is_renamed_is_named(member):
 
 @pytest.mark.parametrize(
     "member",
-    [m for m in seam.MEMBERS if m.parameters is not None],
+    [m for m in ALL if m.parameters is not None],
     ids=lambda m: m.name,
 )
 def test_a_parameter_that_is_renamed_is_named(member, monkeypatch):
@@ -90,12 +93,13 @@ def test_a_parameter_that_is_renamed_is_named(member, monkeypatch):
 
     monkeypatch.setattr(*owner_of(member), changed)
     wanted = ", ".join(member.parameters)
-    assert seam.inspect_vec_inf().missing == (f"{member.name}(other) (wants {wanted})",)
+    missing = seam.inspect_vec_inf(ALL).missing
+    assert missing == (f"{member.name}(other) (wants {wanted})",)
 
 
 @pytest.mark.parametrize(
     "member, key",
-    [(member, key) for member in seam.MEMBERS for key in member.keys],
+    [(member, key) for member in ALL for key in member.keys],
     ids=lambda value: getattr(value, "path", value),
 )
 def test_a_key_that_is_renamed_is_named(member, key, monkeypatch):
@@ -137,8 +141,18 @@ def called(login, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_vec_inf_calls_what_is_overridden(called):
-    at_launch = {m.name for m in OVERRIDDEN if m.path != "VecInfClient.get_status"}
+    waiting = ("VecInfClient.get_status", "VecInfClient.wait_until_ready")
+    at_launch = {m.name for m in OVERRIDDEN if m.path not in waiting}
     assert called == at_launch
+
+
+def test_a_wait_of_ours_takes_what_vec_infs_takes():
+    """By position and by name, with the same defaults."""
+    stock = inspect.signature(VecInfClient.wait_until_ready).parameters
+    ours = inspect.signature(launcher.MultinodeClient.wait_until_ready).parameters
+    assert [(p.name, p.default) for p in stock.values()] == [
+        (p.name, p.default) for p in ours.values() if p.kind is not p.KEYWORD_ONLY
+    ]
 
 
 def test_vec_inf_calls_get_status(monkeypatch):
@@ -234,17 +248,17 @@ def used_of_base(node, base):
 def source_trees():
     """Every module of the package, parsed."""
     return {
-        path.stem: ast.parse(path.read_text())
-        for path in sorted(support.PACKAGE.glob("*.py"))
+        str(path.relative_to(support.PACKAGE).with_suffix("")): ast.parse(
+            path.read_text()
+        )
+        for path in sorted(support.PACKAGE.rglob("*.py"))
     }
 
 
 def listed():
     """Every name of the member list, template keys included."""
     keys = {
-        f"{member.name}[{key.split('.')[0]}]"
-        for member in seam.MEMBERS
-        for key in member.keys
+        f"{member.name}[{key.split('.')[0]}]" for member in ALL for key in member.keys
     }
     return keys | set(MEMBERS)
 
@@ -269,7 +283,10 @@ class Ours(_base):
     }
 
 
-@pytest.mark.parametrize("module", ["launcher", "errors"])
+USING = {"launcher", "errors", "cli/common"}
+
+
+@pytest.mark.parametrize("module", sorted(USING))
 def test_everything_used_is_listed(module):
     used = used_of_vec_inf(source_trees()[module])
     assert used
@@ -284,13 +301,14 @@ def test_everything_used_is_listed(module):
 
 def test_only_these_modules_use_vec_inf():
     using = {name for name, tree in source_trees().items() if used_of_vec_inf(tree)}
-    assert using == {"launcher", "errors"}
+    assert using == USING
 
 
 # on the way to what is used, or of the public surface that stays vec-inf's
 INDIRECT = {
     "vec_inf.client.api.VecInfClient.__init__",
     "vec_inf.client.api.VecInfClient.get_status",
+    "vec_inf.client.api.VecInfClient.shutdown_model",
     "vec_inf.client._slurm_script_generator.SlurmScriptGenerator"
     "._generate_script_content",
     "vec_inf.client.models.StatusResponse.__dataclass_fields__",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import support
+import yaml
 
 from app.utils.vec_inf_multinode import MultinodeSettings
 from app.utils.vec_inf_multinode.plan import MIN_VLLM
@@ -155,7 +156,7 @@ def table(heading):
 
 def test_the_readme_lists_every_knob():
     """Names, aliases and defaults of the table are those of the settings."""
-    derived = {"nccl_socket_ifname": "derived"}
+    derived = {"nccl_socket_ifname": "derived", "failures": "none"}
     expected = [
         [f"`{PREFIX}{name.upper()}`", derived.get(name, f"`{field.default}`")]
         for name, field in MultinodeSettings.model_fields.items()
@@ -198,6 +199,15 @@ def test_the_readme_quotes_real_messages():
         if not any(pattern.match(message) for pattern in quoted.values())
     ]
     assert not missed
+
+
+def test_the_readme_has_the_messages_that_are_known():
+    """Each row is an entry of the data, in its order and with its advice."""
+    said = re.compile("`(LLMHUB-(?:ERROR|WARN|RESTART): .+)`")
+    rows = [(said.fullmatch(row[0]), row[1]) for row in table("Messages")]
+    written = [(cell[1], advice) for cell, advice in rows if cell]
+    data = yaml.safe_load((support.PACKAGE / "failures.yaml").read_text())
+    assert written == [(m["message"], m["advice"]) for m in data["messages"]]
 
 
 def test_the_readme_names_the_first_vllm():

@@ -357,6 +357,7 @@ DEFAULTS = {
     "stall_timeout": 300,
     "idle_probe": 0,
     "max_restarts": 0,
+    "failures": None,
 }
 # a value other than the default, as text and as read
 GOOD = {
@@ -371,6 +372,7 @@ GOOD = {
     "stall_timeout": ("0", 0),
     "idle_probe": ("600", 600),
     "max_restarts": ("3", 3),
+    "failures": (" /dev/null ", "/dev/null"),
 }
 BAD = {
     "server_timeout": ["-1", "1.5", "soon", "1h", "1e3", "inf"],
@@ -384,6 +386,7 @@ BAD = {
     "stall_timeout": ["-1", "x"],
     "idle_probe": ["-1", "0.5"],
     "max_restarts": ["-1", "always"],
+    "failures": ["/no/such/file", "/etc", "/etc/passwd", "/bin/sh"],
 }
 
 
@@ -940,7 +943,8 @@ def test_a_catalog_that_only_the_slow_loader_takes(tmp_path):
     # in an interpreter of its own: this one's yaml has the fast loader only
     code = (
         "import sys; from app.utils.vec_inf_multinode import launcher; "
-        "print(launcher._catalog_entry(None, 'odd', {'config': sys.argv[1]}))"
+        "entry = launcher._catalog_entry(None, 'odd', {'config': sys.argv[1]}); "
+        "print(entry.engine, entry.num_nodes)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)],
@@ -950,7 +954,7 @@ def test_a_catalog_that_only_the_slow_loader_takes(tmp_path):
         timeout=60,
         check=True,
     )
-    assert done.stdout == "{'engine': 'vllm', 'num_nodes': 2}\n"
+    assert done.stdout == "vllm 2\n"
 
 
 def test_a_catalog_that_cannot_be_read_is_not_passed_on(login):

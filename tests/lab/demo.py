@@ -1,4 +1,4 @@
-"""The main job, for real: one model over two nodes through ``launch_model``.
+"""The main job, for real: one model over two nodes, at the shell.
 
 Brings the one-machine cluster up if it is not, launches the tiny model as an ordinary
 user, shows its stages, asks it for a completion, shuts it down and shows that nothing
@@ -44,10 +44,10 @@ def cancel_all(lab: Lab) -> None:
 
 def run_client(lab: Lab, arguments: list[str]) -> int:
     """Run the launching side as the ordinary user; its exit status."""
-    hub = lab.hub_install(PROJECT / "app")
+    lab.hub_install(PROJECT / "app")
     process = lab.popen(
         [lab.client_python, "-c", CLIENT.read_text(), *arguments],
-        env={"PYTHONPATH": str(hub), "TERM": "xterm-256color", "COLUMNS": "100"},
+        env={"TERM": "xterm-256color", "COLUMNS": "100"},
     )
     try:
         return process.wait(timeout=LIMIT)

@@ -6,8 +6,10 @@ It stays up between calls, so that a poll costs no new interpreter.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,14 @@ warnings.simplefilter("ignore")
 plain, multinode = VecInfClient(), MultinodeClient()
 
 
-def launch(model, options, environ):
+def launch(model, options, environ, stock):
     before = dict(os.environ)
     os.environ.update(environ)
+    options = LaunchOptions(**options)
     try:
-        return launch_model(plain, model, LaunchOptions(**options)).slurm_job_id
+        if stock:
+            return plain.launch_model(model, options).slurm_job_id
+        return launch_model(plain, model, options).slurm_job_id
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -118,9 +123,20 @@ class Hub:
             raise HubError(reply["error"], reply["text"])
         return reply["value"]
 
-    def launch(self, model: str = MODEL, environ: Any = None, **options: Any) -> "Job":
-        """Launch through ``launch_model``; `environ` holds knobs for this launch."""
-        job = self._call("launch", model=model, options=options, environ=environ or {})
+    def launch(
+        self,
+        model: str = MODEL,
+        environ: Any = None,
+        stock: bool = False,
+        **options: Any,
+    ) -> "Job":
+        """Launch through ``launch_model``, or as vec-inf alone does.
+
+        `environ` holds knobs for this launch.
+        """
+        job = self._call(
+            "launch", model=model, options=options, environ=environ or {}, stock=stock
+        )
         return Job(self, job, model)
 
     def status(self, job: str, ours: bool = False) -> dict[str, Any]:
@@ -246,6 +262,19 @@ class Job:
             if path.exists():
                 parts.append(f"--- {path.name}\n{path.read_text()[-2000:]}")
         return "\n".join(parts)
+
+    def story(self) -> str:
+        """One line: Slurm's state, what both clients say, seconds from fault to end."""
+        logs = (p.read_text() for p in sorted(self.log_dir.glob("attempt-*/step.log")))
+        ends = re.findall(r"LLMHUB-END .* at=([\d.]+) stopping=0", "".join(logs))
+        state, _, end = self.slurm("%T %e").partition(" ")
+        took = "no rank ended by itself"
+        if ends and end.startswith("20"):
+            ended = datetime.fromisoformat(end).astimezone().timestamp()
+            took = f"over {ended - min(map(float, ends)):+.1f} s after the first end"
+        said = [self.status(ours) for ours in (False, True)]
+        words = [f"{one['server']} ({one['reason']})" for one in said]
+        return f"{state}, {took}; vec-inf {words[0]}; ours {words[1]}"
 
     def cancel(self) -> None:
         """End the job, whatever its state."""

@@ -57,7 +57,7 @@ VLLM_VERSION = "0.32.0"
 GPUS = 4
 CPUS = 16
 MEMORY_MB = 256000
-MAX_NODES = 16
+MAX_NODES = 64
 MAX_FABRICS = 4
 VLAN = 561
 
@@ -165,8 +165,8 @@ class Lab:
     def client_env(self) -> dict[str, str]:
         """Return the complete environment of a client that the user runs."""
         return {
-            "PATH": f"{self.client_python.parent}:/usr/local/bin:/usr/bin:/bin"
-            ":/usr/sbin:/sbin",
+            "PATH": f"{self.hub}/bin:{self.client_python.parent}:/usr/local/bin"
+            ":/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": str(self.home),
             "USER": self.user,
             "LOGNAME": self.user,
@@ -318,6 +318,38 @@ class Lab:
         enter = ["nsenter", "-t", str(init), "-m", "-u", "-i", "-n", "-p", "--"]
         return sh([*enter, *argv], timeout=timeout, check=False)
 
+    def node_popen(
+        self, node: str, argv: Sequence[str | os.PathLike[str]], env: dict[str, str]
+    ) -> subprocess.Popen[str]:
+        """Start a command as the ordinary user in all of a node's namespaces.
+
+        Parameters
+        ----------
+        node : str
+            The node.
+        argv : sequence of str
+            The command.
+        env : dict
+            Its complete environment.
+
+        Returns
+        -------
+        subprocess.Popen
+            In a session of its own; output is thrown away.
+        """
+        enter = ["nsenter", "-t", str(self._node_init(node)), "-m", "-u", "-i", "-n"]
+        user = ["setpriv", f"--reuid={self.user}", f"--regid={self.user}"]
+        return subprocess.Popen(
+            [*enter, "-p", "--", *user, "--clear-groups", *map(str, argv)],
+            env=env,
+            cwd="/",
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
     def node_processes(self, node: str, user: bool = True) -> list[Process]:
         """List a node's processes, without those that make up the node itself.
 
@@ -350,7 +382,9 @@ class Lab:
         sh(["ip", "-n", PREFIX + node, "link", "set", iface, state], timeout=10)
 
     def hub_install(self, app_dir: str | os.PathLike[str]) -> Path:
-        """Copy the project's ``app`` tree to where the user can read it.
+        """Copy the project's ``app`` tree to where the user can read and run it.
+
+        The console script is in the directory ``bin`` of the hub, as pip would make it.
 
         Parameters
         ----------
@@ -369,6 +403,14 @@ class Lab:
         )
         for path in [target, *target.rglob("*")]:
             path.chmod(0o755 if path.is_dir() else 0o644)
+        program = self.hub / "bin" / "vec-inf-multinode"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(
+            f"#!{self.client_python}\nimport sys\n\n"
+            f"sys.path.insert(0, {str(self.hub)!r})\n"
+            "from app.utils.vec_inf_multinode.cli import main\n\nmain()\n"
+        )
+        program.chmod(0o755)
         return self.hub
 
     # Up

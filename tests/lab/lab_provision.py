@@ -25,6 +25,7 @@ FOREIGN_SLURM = 78
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 SYSTEM_PYTHON = "/usr/bin/python3"
 VEC_INF_VERSION = "0.9.0"
+OPENAI_VERSION = "3.57.0"
 
 # package -> a file that shows that it is there
 PACKAGES = {
@@ -376,6 +377,16 @@ def ensure_client(cache: Path) -> Path:
     if not (place / ".ready").exists():
         say(f"building the client environment with vec-inf {VEC_INF_VERSION}")
         _build_venv(place, f"vec-inf=={VEC_INF_VERSION}", 600)
+        (place / ".ready").touch()
+    return place / "venv/bin/python"
+
+
+def ensure_openai(cache: Path) -> Path:
+    """Build an environment with OpenAI's own client; return its Python."""
+    place = cache / f"openai-{OPENAI_VERSION}"
+    if not (place / ".ready").exists():
+        say(f"building an environment with openai {OPENAI_VERSION}")
+        _build_venv(place, f"openai=={OPENAI_VERSION}", 600)
         (place / ".ready").touch()
     return place / "venv/bin/python"
 

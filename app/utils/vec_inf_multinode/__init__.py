@@ -5,12 +5,17 @@ set the ``VEC_INF_*`` variables first.
 
 Map: `seam` what is relied on in vec-inf; `settings` the knobs; `plan` every decision
 and refusal; `render` the script's text; `launcher` the contact with vec-inf;
-``scripts/`` the shell that runs on the cluster; `errors` the refusals.
+``scripts/`` the shell that runs on the cluster; `errors` the refusals. `preview` tells
+what a launch would submit. After a launch: `jobdir` reads a job's directory, `slurm`
+asks Slurm, `watch` says what the job is doing; `failures` is what is known to go wrong,
+`nccl` reads NCCL's logs, `diagnose` puts them together. `prompts`, `sending` and
+`results` are a batch of prompts. ``cli/`` is the console script.
 """
 
 from .errors import (
     ContainerError,
     EnvFileError,
+    JobDirectoryError,
     MultinodeError,
     OwnedArgError,
     ParallelismError,
@@ -29,12 +34,15 @@ from .launcher import (
     launch_model,
 )
 from .plan import is_multinode_vllm
+from .preview import Preview
 from .seam import SeamReport
 from .settings import MultinodeSettings
+from .watch import Progress
 
 __all__ = [
     "ContainerError",
     "EnvFileError",
+    "JobDirectoryError",
     "MultinodeClient",
     "MultinodeError",
     "MultinodeLauncher",
@@ -43,6 +51,8 @@ __all__ = [
     "OwnedArgError",
     "ParallelismError",
     "PlanError",
+    "Preview",
+    "Progress",
     "SeamError",
     "SeamReport",
     "SettingsError",

@@ -54,3 +54,7 @@ class EnvFileError(MultinodeError, FileNotFoundError):
 
 class SubmitError(MultinodeError, SlurmJobError):
     """Slurm took the job but it could not be released."""
+
+
+class JobDirectoryError(MultinodeError, FileNotFoundError):
+    """There is no directory of the job that was asked for."""

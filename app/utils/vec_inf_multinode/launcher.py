@@ -1,12 +1,12 @@
 """The three subclasses and the hub's one call: the whole contact with vec-inf."""
 
-import json
 import shlex
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module, resources
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -14,14 +14,16 @@ from typing import Any, Optional
 
 import yaml
 
-from . import render, seam
+from . import preview, render, seam, slurm, watch
 from .errors import (
     EnvFileError,
     PlanError,
     SeamError,
+    SlurmJobError,
     SubmitError,
     UnsupportedEngineError,
 )
+from .jobdir import JobDirectory
 from .plan import (
     ENGINE,
     LaunchPlan,
@@ -59,11 +61,15 @@ _TEMPLATE: Any = _vec_inf(
     "vec_inf.client._slurm_templates", "SLURM_SCRIPT_TEMPLATE", {}
 )
 _models: Any = _vec_inf("vec_inf.client", "models", None)
+_ServerError: Any = _vec_inf("vec_inf.client._exceptions", "ServerError", RuntimeError)
 
 # States that a job is in again after a requeue, while an old failure.json may remain.
 _HEALTHY = ("PENDING", "LAUNCHING", "READY")
-_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
-FAILURE_FILE = "failure.json"
+# Seconds that a wait goes on while Slurm does not answer.
+SILENCE = 120
+
+# Called with Slurm's id of a job as soon as it is known.
+OnSubmitted = Optional[Callable[[str], None]]
 
 _SEAM = seam.inspect_vec_inf()
 
@@ -102,10 +108,24 @@ def _quiet_load_config(loader: Any) -> Callable[..., Any]:
         **function.__globals__,
         "warnings": SimpleNamespace(warn=lambda *args, **kwargs: None),
         "yaml": SimpleNamespace(
-            safe_load=partial(yaml.load, Loader=loader), YAMLError=yaml.YAMLError
+            safe_load=partial(_load_once, loader), YAMLError=yaml.YAMLError
         ),
     }
     return FunctionType(function.__code__, names, argdefs=function.__defaults__)
+
+
+def _load_once(loader: Any, stream: Any) -> Any:
+    """What a YAML file holds; a hub launches many models from the same catalog."""
+    import pickle  # only a launch needs it
+
+    return pickle.loads(_parsed(loader, stream.read()))
+
+
+@lru_cache(maxsize=8)
+def _parsed(loader: Any, text: str) -> bytes:
+    import pickle  # a copy for each launch: vec-inf merges catalogs in place
+
+    return pickle.dumps(yaml.load(text, Loader=loader))
 
 
 def _read_catalog(path: Optional[str]) -> list[Any]:
@@ -119,23 +139,21 @@ def _read_catalog(path: Optional[str]) -> list[Any]:
 
 def _catalog_entry(
     client: Any, model_name: str, request: Mapping[str, Any]
-) -> Optional[dict[str, Any]]:
-    """Engine and node count of a model's catalog entry, None if it has none."""
+) -> Optional[Any]:
+    """A model's catalog entry, None if it has none."""
     if hasattr(_utils, "load_config"):
         configs = _read_catalog(request.get("config"))
-        found = next((c for c in configs if c.model_name == model_name), None)
-    else:  # another vec-inf: its public call
-        try:
-            found = client.get_model_config(model_name)
-        except KeyError:
-            found = None
-    if found is None:
+        return next((c for c in configs if c.model_name == model_name), None)
+    try:  # another vec-inf: its public call
+        return client.get_model_config(model_name)
+    except KeyError:
         return None
-    return {"engine": found.engine, "num_nodes": found.num_nodes}
 
 
-def _routes(client: Any, model_name: str, request: Mapping[str, Any]) -> bool:
-    """Whether a request is for multi-node vLLM.
+def _resolve(
+    client: Any, model_name: str, request: Mapping[str, Any]
+) -> tuple[Optional[Any], dict[str, Any]]:
+    """A model's catalog entry, and the engine and node count of a request for it.
 
     Raises
     ------
@@ -151,7 +169,8 @@ def _routes(client: Any, model_name: str, request: Mapping[str, Any]) -> bool:
     engines = tuple(getattr(_client_vars, "SUPPORTED_ENGINES", ALL_ENGINES))
     try:
         entry = _catalog_entry(client, model_name, request)
-        route = resolve_route(request, entry)
+        catalog = entry and {"engine": entry.engine, "num_nodes": entry.num_nodes}
+        route = resolve_route(request, catalog)
     except (AttributeError, ImportError, TypeError):
         if not check_vec_inf().ok:
             raise SeamError(check_vec_inf().message()) from None
@@ -162,18 +181,39 @@ def _routes(client: Any, model_name: str, request: Mapping[str, Any]) -> bool:
             f"{route['num_nodes']} nodes: {', '.join(engines)} can. Ask for one node "
             "or another engine."
         )
-    return is_multinode_vllm(route)
+    return entry, route
+
+
+def _request(options: Any) -> dict[str, Any]:
+    """Launch options that were given."""
+    return {k: v for k, v in vars(options).items() if v is not None} if options else {}
+
+
+def _given(entry: Optional[Any], multinode: bool) -> dict[str, Any]:
+    """What a catalog entry says itself, engine args under the names of the plan."""
+    given = entry.model_dump(include=entry.model_fields_set) if entry else {}
+    if multinode and given.get(f"{ENGINE}_args"):
+        short_to_long = _site().short_to_long
+        args = canonical_args(given[f"{ENGINE}_args"], {}, short_to_long)
+        given[f"{ENGINE}_args"] = args
+    return given
 
 
 def _dispatch(
-    client: Any, model_name: str, options: Any, stock: Callable[[], Any]
+    client: Any,
+    model_name: str,
+    options: Any,
+    stock: Callable[[], Any],
+    on_submitted: OnSubmitted = None,
 ) -> Any:
-    request = (
-        {k: v for k, v in vars(options).items() if v is not None} if options else {}
-    )
-    if not _routes(client, model_name, request):
-        return stock()
-    return MultinodeLauncher(model_name, request).launch()
+    request = _request(options)
+    _, route = _resolve(client, model_name, request)
+    if not is_multinode_vllm(route):
+        response = stock()
+        if on_submitted:
+            on_submitted(response.slurm_job_id)
+        return response
+    return MultinodeLauncher(model_name, request).launch(on_submitted)
 
 
 def launch_model(client: Any, model_name: str, options: Any = None) -> Any:
@@ -212,10 +252,19 @@ class MultinodeClient(_VecInfClient):
     The rest is vec-inf's.
     """
 
-    def launch_model(self, model_name: str, options: Any = None) -> Any:
-        """Launch a model, as the function `launch_model` does."""
+    def launch_model(
+        self,
+        model_name: str,
+        options: Any = None,
+        on_submitted: OnSubmitted = None,
+    ) -> Any:
+        """Launch a model, as the function `launch_model` does.
+
+        `on_submitted` is given Slurm's id as soon as it is known; a multi-node job is
+        still held then, so that a caller that dies here leaves nothing running.
+        """
         stock = partial(super().launch_model, model_name, options=options)
-        return _dispatch(self, model_name, options, stock)
+        return _dispatch(self, model_name, options, stock, on_submitted)
 
     def get_status(self, slurm_job_id: str) -> Any:
         """Status as vec-inf's, but FAILED with its cause for a job of ours that failed.
@@ -224,11 +273,206 @@ class MultinodeClient(_VecInfClient):
         """
         status = super().get_status(slurm_job_id)
         cause = _failure(Path(status.log_dir))
-        waiting = str(status.job_state) in _WAITING
+        waiting = str(status.job_state) in slurm.WAITING
         if cause and not waiting and status.server_status not in _HEALTHY:
             status.server_status = _models.ModelStatus.FAILED
             status.failed_reason = cause
         return status
+
+    def diagnose(self, slurm_job_id: str, log_dir: Optional[str] = None) -> Any:
+        """Say what became of a job, and why.
+
+        Parameters
+        ----------
+        slurm_job_id : str
+            Slurm's id.
+        log_dir : str, optional
+            Where to look when Slurm has forgotten the job; by default where vec-inf
+            keeps its logs.
+
+        Returns
+        -------
+        diagnose.Diagnosis
+            With ``as_dict()``.
+
+        Raises
+        ------
+        JobDirectoryError
+            If the job has no directory there.
+        """
+        from .diagnose import of_job  # not needed for a launch
+
+        where = Path(log_dir).expanduser() if log_dir else default_log_dir()
+        return of_job(str(slurm_job_id), where)
+
+    def get_progress(self, slurm_job_id: str) -> tuple[Any, watch.Progress]:
+        """Status of a job, and what it is doing.
+
+        Returns
+        -------
+        StatusResponse, Progress
+            The one as `get_status`, the other from the same moment.
+        """
+        status = self.get_status(slurm_job_id)
+        progress = watch.progress(
+            status,
+            JobDirectory(Path(status.log_dir)),
+            slurm.parse_job(status.raw_output),
+            time.time(),
+            _client_vars.MODEL_READY_SIGNATURE,
+        )
+        return status, progress
+
+    def follow(
+        self,
+        slurm_job_id: str,
+        poll_interval_seconds: float = 10,
+        silence_seconds: Optional[float] = None,
+    ) -> Iterator[tuple[Any, watch.Progress]]:
+        """Yield what `get_progress` gives, again and again, until the job is over.
+
+        Parameters
+        ----------
+        slurm_job_id : str
+            Slurm's id.
+        poll_interval_seconds : float
+            Seconds between two looks.
+        silence_seconds : float, optional
+            Seconds that Slurm may leave unanswered, by default `SILENCE`: its
+            controller restarts.
+
+        Raises
+        ------
+        SlurmJobError
+            If Slurm does not know the job, is not there, or does not answer for long.
+        """
+        limit = SILENCE if silence_seconds is None else silence_seconds
+        answered = time.monotonic()
+        while True:
+            try:
+                status, progress = self.get_progress(slurm_job_id)
+            except SlurmJobError as err:
+                hopeless = slurm.no_such_job(str(err)) or not slurm.is_installed()
+                if hopeless or time.monotonic() - answered > limit:
+                    raise
+            else:
+                answered = time.monotonic()
+                yield status, progress
+                if progress.stage in watch.OVER:
+                    return
+            time.sleep(poll_interval_seconds)
+
+    def wait_until_ready(
+        self,
+        slurm_job_id: str,
+        timeout_seconds: float = 1800,
+        poll_interval_seconds: float = 10,
+        *,
+        on_progress: Optional[Callable[[watch.Progress], Any]] = None,
+    ) -> Any:
+        """Wait as vec-inf's does, and say what the job is doing.
+
+        The timeout counts from when the job runs, and the wait ends as soon as the job
+        does: vec-inf's gives a queued job up, and waits for one that is gone.
+
+        Parameters
+        ----------
+        slurm_job_id : str
+            Slurm's id.
+        timeout_seconds : float
+            Seconds from when the job runs, or from the call if it runs already.
+        poll_interval_seconds : float
+            Seconds between two looks.
+        on_progress : callable, optional
+            Is given a `Progress` at each look.
+
+        Returns
+        -------
+        StatusResponse
+            vec-inf's status, READY.
+
+        Raises
+        ------
+        ServerError
+            If the job fails, ends, or is not ready in time; with the cause.
+        SlurmJobError
+            As `follow`.
+        """
+        deadline: Optional[float] = None
+        for status, progress in self.follow(slurm_job_id, poll_interval_seconds):
+            if on_progress:
+                on_progress(progress)
+            if progress.stage == watch.READY:
+                return status
+            if progress.stage == watch.FAILED:
+                raise _ServerError(f"Model failed to start: {progress.detail}")
+            if progress.stage == watch.STOPPED:
+                raise _ServerError(
+                    f"Model was shutdown before it became ready: {progress.detail}"
+                )
+            if progress.stage == watch.QUEUED:
+                deadline = None
+            elif deadline is None:
+                deadline = time.monotonic() + timeout_seconds
+            elif time.monotonic() >= deadline:
+                raise _ServerError(
+                    "Timed out waiting for model to become ready after "
+                    f"{timeout_seconds} seconds; it is {progress.stage}: "
+                    f"{progress.detail}"
+                )
+        raise AssertionError("a wait ends with one of these")
+
+    def preview_model(
+        self, model_name: str, options: Any = None, *, show_secrets: bool = False
+    ) -> preview.Preview:
+        """Tell what `launch_model` would submit; nothing is submitted or written.
+
+        Parameters
+        ----------
+        model_name : str
+            Name of the model.
+        options : LaunchOptions, optional
+            Launch options.
+        show_secrets : bool
+            Show the values of ``env`` too.
+
+        Raises
+        ------
+        Exception
+            What `launch_model` would raise before it submits.
+        """
+        request = _request(options)
+        entry, route = _resolve(self, model_name, request)
+        multinode = is_multinode_vllm(route)
+        if multinode:
+            launcher: Any = _MultinodePreview(model_name, dict(request))
+        else:
+            launcher = _StockPreview(model_name, dict(request))
+        params = launcher.params
+        shown = params if show_secrets else preview.masked(params)
+        generator = launcher.generator(shown)
+        plan = getattr(generator, "plan", None)
+        defaults = launcher.model_config.model_dump()
+        sources = preview.Sources(request, _given(entry, multinode), defaults)
+        sizes = preview.parallelism(plan)
+        return preview.Preview(
+            model_name=model_name,
+            multinode=multinode,
+            reason=preview.why(multinode, route, sources),
+            resources=preview.resources(shown, sources),
+            parallelism=sizes,
+            engine_args=preview.engine_args(shown, sources, sizes),
+            env=preview.environment(params, shown, sources),
+            left_out_env=plan.left_out_env if plan else (),
+            knobs=preview.changed_knobs(launcher.settings) if multinode else (),
+            container=plan.container if plan else (),
+            script=generator._generate_script_content(),
+        )
+
+
+def default_log_dir() -> Path:
+    """Where vec-inf keeps its logs unless a launch says otherwise."""
+    return Path(_slurm_vars.DEFAULT_ARGS["log_dir"]).expanduser()
 
 
 class MultinodeLauncher(_ModelLauncher):
@@ -315,17 +559,20 @@ class MultinodeLauncher(_ModelLauncher):
             f"{self.params['log_dir']}/{self.model_name}",
         )
 
-    def launch(self) -> Any:
+    def launch(self, on_submitted: OnSubmitted = None) -> Any:
         """Submit the job held, let vec-inf write its files, then release it.
 
         vec-inf makes the job directory and JSON after sbatch has returned; a job that
-        started before would lose its log.
+        started before would lose its log. `on_submitted` is called with the id before
+        the release, for a multi-node job.
         """
         if not is_multinode_vllm(self.params):
             return super().launch()
         try:
             response = super().launch()
-            _release(self.slurm_job_id)
+            if on_submitted:
+                on_submitted(self.slurm_job_id)
+            release(self.slurm_job_id)
         except BaseException:
             self._undo()
             raise
@@ -337,6 +584,39 @@ class MultinodeLauncher(_ModelLauncher):
             _utils.run_bash_command(f"scancel {shlex.quote(self.slurm_job_id)}")
         elif self.slurm_script_path.is_file():
             self.slurm_script_path.unlink()
+
+
+class _NoDirectory(type(Path())):  # type: ignore[misc]
+    """A path that is not made."""
+
+    def mkdir(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+class _Preview:
+    """A launcher that resolves a request as its base does, and writes nothing."""
+
+    def _setup_log_files(self, params: dict[str, Any]) -> None:
+        """vec-inf's own words; the one directory that they make is not made."""
+        function = _ModelLauncher._setup_log_files
+        names = {**function.__globals__, "Path": _NoDirectory}
+        FunctionType(function.__code__, names)(self, params)
+
+
+class _StockPreview(_Preview, _ModelLauncher):
+    """vec-inf's own launch, resolved."""
+
+    def generator(self, params: dict[str, Any]) -> Any:
+        """What makes the script from params."""
+        return _SlurmScriptGenerator(params)
+
+
+class _MultinodePreview(_Preview, MultinodeLauncher):
+    """A multi-node launch, resolved."""
+
+    def generator(self, params: dict[str, Any]) -> Any:
+        """What makes the script from params."""
+        return MultinodeScriptGenerator(params, self.parallelism, self.settings)
 
 
 class MultinodeScriptGenerator(_SlurmScriptGenerator):
@@ -434,11 +714,8 @@ class MultinodeScriptGenerator(_SlurmScriptGenerator):
 
 def _failure(job_dir: Path) -> Optional[str]:
     """The cause that a job of ours left in its directory, None if there is none."""
-    try:
-        message = json.loads((job_dir / FAILURE_FILE).read_text("utf-8"))["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return f"LLMHUB-ERROR: {message}"
+    record = JobDirectory(job_dir).failure() or {}
+    return f"LLMHUB-ERROR: {record['message']}" if record.get("message") else None
 
 
 def _sizes(parallelism: Parallelism) -> dict[str, int]:
@@ -456,7 +733,8 @@ def _env_file(path: str, number: int) -> list[str]:
         ) from None
 
 
-def _release(job_id: str) -> None:
+def release(job_id: str) -> None:
+    """Let a held job start."""
     _, stderr = _utils.run_bash_command(render.release_command(job_id))
     if stderr:
         raise SubmitError(

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from importlib import resources
+from typing import Optional
 
 from .plan import MIN_VLLM, RANK_ENV, LaunchPlan
 
@@ -27,6 +28,12 @@ def assign(name: str, value: object) -> str:
 def assign_array(name: str, values: Iterable[object]) -> str:
     """One quoted shell array assignment."""
     return f"{name}=({' '.join(shlex.quote(str(value)) for value in values)})"
+
+
+def assign_lines(name: str, values: Iterable[object]) -> str:
+    """One quoted shell array assignment, a line for each value."""
+    lines = "".join(f"    {shlex.quote(str(value))}\n" for value in values)
+    return f"{name}=(\n{lines})"
 
 
 def sbatch_value(value: str) -> str:
@@ -90,6 +97,19 @@ def plan_block(plan: LaunchPlan, *, ready_signature: str) -> str:
     return "\n".join(lines)
 
 
+def failure_block(site: Optional[str]) -> str:
+    """What the job looks for in the log of a rank that failed, in order."""
+    from . import failures  # not for an import, which would read the data
+
+    known = list(failures.load(site).of("rank", fatal=True))
+    return "\n".join(
+        [
+            assign_lines("LLMHUB_FAILURE_PATTERNS", (f.pattern for f in known)),
+            assign_lines("LLMHUB_FAILURE_VERDICTS", (f.verdict for f in known)),
+        ]
+    )
+
+
 def server_setup_variables(params: Mapping[str, object]) -> dict[str, object]:
     """Params for vec-inf's own setup text, values replaced by shell references.
 
@@ -120,6 +140,8 @@ def prologue(plan: LaunchPlan, *, ready_signature: str) -> str:
             common,
             "# ---- batch.sh",
             script_text("batch.sh"),
+            "# ---- known failures (generated; data only)",
+            failure_block(plan.settings.failures),
             "# ---- the rank script, written into the job directory by the job",
             "llmhub_rank_script() {",
             f"    cat <<'{_HEREDOC_END}'",

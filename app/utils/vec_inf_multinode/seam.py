@@ -25,6 +25,7 @@ _UTILS = "vec_inf.client._utils"
 _CONFIG = "vec_inf.client.config"
 _MODELS = "vec_inf.client.models"
 _EXCEPTIONS = "vec_inf.client._exceptions"
+_CLI = "vec_inf.cli._cli"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,14 @@ MEMBERS: tuple[Member, ...] = (
         _API, "VecInfClient.launch_model", "model_name", "options", overridden=True
     ),
     _method(_API, "VecInfClient.get_status", "slurm_job_id", overridden=True),
+    _method(
+        _API,
+        "VecInfClient.wait_until_ready",
+        "slurm_job_id",
+        "timeout_seconds",
+        "poll_interval_seconds",
+        overridden=True,
+    ),
     _method(_HELPER, "ModelLauncher.__init__", "model_name", "kwargs", overridden=True),
     _method(
         _HELPER,
@@ -116,6 +125,7 @@ MEMBERS: tuple[Member, ...] = (
         "params",
         overridden=True,
     ),
+    _method(_HELPER, "ModelLauncher._setup_log_files", "params", overridden=True),
     _method(_HELPER, "ModelLauncher._build_launch_command", overridden=True),
     _method(_HELPER, "ModelLauncher.launch", overridden=True),
     _method(_GENERATOR, "SlurmScriptGenerator.__init__", "params", overridden=True),
@@ -141,6 +151,7 @@ MEMBERS: tuple[Member, ...] = (
     ),
     Member(_SLURM_VARS, "IMAGE_PATH", keys=("vllm",)),
     Member(_SLURM_VARS, "CONTAINER_MODULE_NAME"),
+    Member(_SLURM_VARS, "DEFAULT_ARGS", keys=("log_dir",)),
     Member(
         _CLIENT_VARS,
         "ENGINE_SHORT_TO_LONG_MAP",
@@ -152,17 +163,34 @@ MEMBERS: tuple[Member, ...] = (
     _method(_UTILS, "load_config", "config_path"),
     _method(_UTILS, "run_bash_command", "command"),
     Member(_EXCEPTIONS, "SlurmJobError"),
+    Member(_EXCEPTIONS, "ServerError"),
     Member(_MODELS, "ModelStatus.FAILED"),
     Member(
         _MODELS,
         "StatusResponse.__dataclass_fields__",
-        keys=("log_dir", "server_status", "failed_reason"),
+        keys=(
+            "log_dir",
+            "server_status",
+            "job_state",
+            "raw_output",
+            "base_url",
+            "failed_reason",
+        ),
     ),
     Member(
         _CONFIG,
         "ModelConfig.__annotations__",
         keys=("model_name", "engine", "num_nodes", "gpus_per_node"),
     ),
+)
+
+# What only the console script uses; importing it brings click and rich.
+CLI_MEMBERS: tuple[Member, ...] = (
+    Member(_CLI, "launch"),
+    Member(_MODELS, "LaunchOptions"),
+    Member(_EXCEPTIONS, "ModelConfigurationError"),
+    Member(_EXCEPTIONS, "ModelNotFoundError"),
+    _method(_API, "VecInfClient.shutdown_model", "slurm_job_id"),
 )
 
 
@@ -203,11 +231,11 @@ class SeamReport:
         )
 
 
-def inspect_vec_inf() -> SeamReport:
+def inspect_vec_inf(members: tuple[Member, ...] = MEMBERS) -> SeamReport:
     """Look at the installed vec-inf now."""
     try:
         installed: Optional[str] = metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         installed = None
-    problems = (member.problem() for member in MEMBERS)
+    problems = (member.problem() for member in members)
     return SeamReport(installed, REQUIRED_VERSION, tuple(p for p in problems if p))

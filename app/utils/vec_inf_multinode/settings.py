@@ -4,7 +4,14 @@ import os
 from collections.abc import Mapping
 from typing import Literal, Optional
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from .errors import SettingsError
 
@@ -45,6 +52,8 @@ class MultinodeSettings(BaseModel):
         Seconds of idleness after which the server is asked for one token; 0 is off.
     max_restarts : int
         How often a step that fails after it was ready is started again.
+    failures : str, optional
+        File with the site's own known failures, in the form of ``failures.yaml``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=True)
@@ -63,6 +72,7 @@ class MultinodeSettings(BaseModel):
     stall_timeout: int = Field(default=300, ge=0, le=86_400)
     idle_probe: int = Field(default=0, ge=0, le=86_400)
     max_restarts: int = Field(default=0, ge=0, le=1000)
+    failures: Optional[str] = None
 
     @model_validator(mode="after")
     def _ports_exist(self) -> "MultinodeSettings":
@@ -72,6 +82,15 @@ class MultinodeSettings(BaseModel):
                 f"over the last port {_MAX_PORT}"
             )
         return self
+
+    @field_validator("failures")
+    @classmethod
+    def _failures_are_usable(cls, path: Optional[str]) -> Optional[str]:
+        if path:
+            from . import failures
+
+            failures.load(path)
+        return path
 
     @classmethod
     def from_environ(

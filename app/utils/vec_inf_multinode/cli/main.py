@@ -10,6 +10,8 @@ from ..errors import MultinodeError, SlurmJobError, SubmitError
 from ..version import __version__
 from . import common
 
+PROGRAM = "vec-inf-multinode"
+
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -20,7 +22,7 @@ from . import common
 @click.version_option(__version__)
 def cli() -> None:
     """Serve vLLM models over several Slurm nodes through vec-inf, without Ray."""
-    report = seam.inspect_vec_inf()
+    report = seam.inspect_vec_inf(seam.MEMBERS + seam.CLI_MEMBERS)
     if not report.ok:
         raise common.CommandError(report.message(), common.REFUSED)
 
@@ -29,7 +31,8 @@ def exit_code(err: Exception) -> int:
     """Exit status for an error that a command raised."""
     if isinstance(err, SubmitError):  # it was queued
         return common.FAILED
-    if isinstance(err, (MultinodeError, SlurmJobError, ValueError, OSError)):
+    refusals = (MultinodeError, SlurmJobError, ValueError, OSError)
+    if isinstance(err, (*refusals, *common.VEC_INF_REFUSALS)):
         return common.REFUSED
     return common.FAILED
 
@@ -38,15 +41,18 @@ def main(args: Optional[list[str]] = None) -> None:
     """Run the program and leave with its exit status."""
     given = sys.argv[1:] if args is None else args
     try:
-        status: Any = cli.main(given, "vec-inf-multinode", standalone_mode=False)
+        with common.plain_warnings():
+            status: Any = cli.main(given, PROGRAM, standalone_mode=False)
         sys.exit(status if isinstance(status, int) else common.DONE)
     except (KeyboardInterrupt, click.Abort):
-        common.notes.print("Interrupted.")
+        common.say("Interrupted.")
         sys.exit(common.INTERRUPTED)
     except click.ClickException as err:
         _report(err.format_message(), err.exit_code, given, err)
     except Exception as err:
-        _report(str(err), exit_code(err), given, err)
+        # a KeyError's own text is quoted
+        text = err.args[0] if isinstance(err, KeyError) and err.args else err
+        _report(common.clean_text(str(text)), exit_code(err), given, err)
 
 
 def _report(text: str, status: int, given: list[str], err: Exception) -> None:
@@ -59,5 +65,5 @@ def _report(text: str, status: int, given: list[str], err: Exception) -> None:
     elif isinstance(err, click.ClickException):
         err.show()
     else:
-        common.notes.print(f"Error: {text}", style="red", markup=False)
+        common.say(f"Error: {text}", style="red")
     sys.exit(status)

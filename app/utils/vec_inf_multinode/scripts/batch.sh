@@ -31,6 +31,8 @@ llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
         llmhub_end_step
         return 0
     fi
+    # first: whoever reads the line finds the record
+    llmhub_write_failure "$@"
     llmhub_say "ERROR: $1"
     printf 'LLMHUB-ERROR: %s\n' "$1" >&4
     if [ -n "${8-}" ] && [ -r "$8" ]; then
@@ -38,7 +40,6 @@ llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
         # lines that say "userwarning"
         tail -n 50 -- "$8" | sed 's/^/LLMHUB-TAIL (userwarning): /' >&4
     fi
-    llmhub_write_failure "$@"
     llmhub_end_step
     exit 1
 }
@@ -310,6 +311,22 @@ llmhub_diagnose_start() { # RANK...
     done < <(tail -n 20 -- "$LLMHUB_ATTEMPT_DIR/step.log")
 }
 
+# Sets REPLY to the first of the ranks that are not among those seen. The step gives a node's
+# rank by its place in the list.
+llmhub_missing() { # RANK...
+    local seen=" $* " rank count=0
+    local -a nodes=() missing=()
+    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    for ((rank = 0; rank < PLAN_NNODES; rank++)); do
+        case $seen in *" $rank "*) continue ;; esac
+        count=$((count + 1))
+        [ "$count" -gt 8 ] || missing+=("rank $rank on ${nodes[rank]-an unknown node}")
+    done
+    printf -v REPLY '%s, ' "${missing[@]}"
+    REPLY=${REPLY%, }
+    [ "$count" -le 8 ] || REPLY+=" and $((count - 8)) more"
+}
+
 llmhub_await_ranks() {
     local marker node
     local -A up=()
@@ -319,10 +336,11 @@ llmhub_await_ranks() {
         fi
         if [ "$SECONDS" -ge "$PLAN_RANK_START_TIMEOUT" ]; then
             llmhub_diagnose_start "${!up[@]}"
-            llmhub_fail "only ${#up[@]} of $PLAN_NNODES ranks started within ${PLAN_RANK_START_TIMEOUT}s: Slurm could not place a rank, or the log directory is not on shared storage (see the LLMHUB-DIAG lines in the .out)"
+            llmhub_missing "${!up[@]}"
+            llmhub_fail "only ${#up[@]} of $PLAN_NNODES ranks started within ${PLAN_RANK_START_TIMEOUT}s, without $REPLY: Slurm could not place a rank, or the log directory is not on shared storage (see the LLMHUB-DIAG lines in the .out)"
         fi
         for marker in "$LLMHUB_ATTEMPT_DIR"/started/*[0-9]; do
-            if [ -e "$marker" ] && [ -z "${up[${marker##*/}]-}" ]; then
+            if [ -z "${up[${marker##*/}]-}" ] && [ -e "$marker" ]; then
                 read -r node <"$marker"
                 up[${marker##*/}]=$node
                 llmhub_say "STAGE-A: rank ${marker##*/} up on $node"
@@ -408,30 +426,19 @@ llmhub_await_server() {
     printf '%s\n' "$PLAN_READY_SIGNATURE" >&4
 }
 
-# Known causes in a rank's log, the telling ones first: "PATTERN|VERDICT".
-LLMHUB_CAUSES=(
-    'CUDA out of memory|out of GPU memory'
-    'No available memory for the cache blocks|too little GPU memory for the KV cache'
-    'larger than the maximum number of tokens that can be stored in KV cache|KV cache too small for the context length'
-    'Address already in use|a port is in use'
-    'unrecognized arguments|this vLLM does not know an engine argument'
-    'Illegal instruction|the CPU lacks an instruction that this build uses'
-    'No space left on device|no space left on a file system'
-    'FATAL: .*(mount|bind)|a bind path is missing'
-    'could not open image|the container image is missing'
-    'Connection closed by peer|a peer rank went away'
-    'connectFullMesh failed|Gloo could not connect the ranks'
-    'NCCL error|NCCL failed'
-    'HFValidationError|Repository Not Found|the model path does not exist in the container'
-    'died unexpectedly|a worker process of the engine died'
-    'GatedRepoError|the model is gated: HF_TOKEN is missing or has no access'
-)
-
+# Prints the verdict of the first known failure, in their order, that the logs show. One
+# pass over the logs, which may be huge: most lines match nothing.
 llmhub_cause() { # LOG...
-    local entry
-    for entry in "${LLMHUB_CAUSES[@]}"; do
-        if grep -q -s -E -e "${entry%|*}" -- "$@"; then
-            printf '%s\n' "${entry##*|}"
+    local i lines any=()
+    for i in "${!LLMHUB_FAILURE_PATTERNS[@]}"; do
+        any+=(-e "${LLMHUB_FAILURE_PATTERNS[i]}")
+    done
+    # bytes: a log need not be text
+    lines=$(LC_ALL=C grep -a -h -s -E "${any[@]}" -- "$@" | tail -n 5000)
+    [ -n "$lines" ] || return 1
+    for i in "${!LLMHUB_FAILURE_PATTERNS[@]}"; do
+        if LC_ALL=C grep -a -q -E -e "${LLMHUB_FAILURE_PATTERNS[i]}" <<<"$lines"; then
+            printf '%s\n' "${LLMHUB_FAILURE_VERDICTS[i]}"
             return 0
         fi
     done
@@ -488,6 +495,12 @@ llmhub_judge() { # FALLBACK
     if [[ $line =~ ^srun:\ error:\ ([^ ]+):\ task\ ([0-9]+):\ (.*) ]]; then
         node=${BASH_REMATCH[1]} rank=${BASH_REMATCH[2]}
         message+=": rank $rank on $node: ${BASH_REMATCH[3]}"
+    fi
+    # a node that did not take its task: srun then kills the others, which it names too
+    line=$(grep -m 1 -E '^srun: error: Task launch for [^ ]+ failed on node ' -- "$step_log")
+    if [[ $line =~ failed\ on\ node\ ([^:]+):\ (.*) ]]; then
+        node=${BASH_REMATCH[1]} rank=
+        message="$1: Slurm could not start the task on $node: ${BASH_REMATCH[2]}"
     fi
     llmhub_fail "$message" "$rank" "$node" '' '' "$SECONDS" '' "$step_log"
 }
