@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LAB := $(PYTHON) tests/lab/lab.py
 SHELL_FILES := $(wildcard app/utils/vec_inf_multinode/scripts/*.sh tests/lab/templates/*.sh) .ci/run
 
-.PHONY: tools help bench demo screens test test-fast test-faults lint format lab-up lab-down lab-status clean
+.PHONY: tools help bench demo screens test test-fast test-faults test-vllm lint format lab-up lab-down lab-status clean
 
 help:
 	@echo "make demo       launch a real model over two nodes of the one-machine cluster"
@@ -13,6 +13,7 @@ help:
 	@echo "make screens    take the pictures in docs/ anew, on the cluster that is up"
 	@echo "make test       every test; brings the one-machine cluster up"
 	@echo "make test-faults  every fault, with real vLLM where it matters (about 40 minutes)"
+	@echo "make test-vllm VERSION=0.31.0  another vLLM, end to end (about 5 minutes)"
 	@echo "make test-fast  the tests that need no cluster"
 	@echo "make bench      what the launcher costs, side by side (BENCH_ARGS='hub start')"
 	@echo "make lint       black, isort, flake8, shellcheck"
@@ -45,6 +46,11 @@ test-fast: $(VENV)/.installed tools
 
 test-faults: $(VENV)/.installed
 	$(BIN)/pytest -rA tests/test_faults_*.py tests/test_diagnose_lab.py tests/test_run_lab.py
+
+# one row of bench/results/vllm-versions.json; the environment it builds (3.5 GB, 8 GB
+# where only PyPI's CUDA build of torch is to be had) is removed again
+test-vllm: $(VENV)/.installed
+	VLLM_VERSION=$(VERSION) $(BIN)/pytest -s tests/test_vllm_matrix.py
 
 lint: $(VENV)/.installed tools
 	$(BIN)/black --check -q app bench tests || $(BIN)/black --check app bench tests

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from app.utils.vec_inf_multinode.plan import MIN_VLLM
+
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 
 STANDIN = Path(__file__).with_name("lab") / "standin"
@@ -101,6 +103,27 @@ def test_a_rank_that_ends_while_serving_ends_the_job_in_5_s(launch, rank):
 def step_log(job):
     """What srun and the rank scripts said."""
     return "".join(p.read_text() for p in sorted(job.log_dir.glob("*/step.log")))
+
+
+def test_a_vllm_that_is_too_old_is_refused(hub, lab):
+    """In seconds, by the metadata in the container; rank 0's engine is not started."""
+    place = lab.dir / "old-vllm"
+    site = place / "lib/python3.12/site-packages/vllm-0.11.0.dist-info"
+    site.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(STANDIN, place / "bin", dirs_exist_ok=True)
+    job = hub.launch(
+        env=f"PATH={place}/bin:/usr/bin:/bin", bind=str(place), time="00:05:00"
+    )
+    try:
+        reason = job.failed(30)
+        assert reason.startswith(f"LLMHUB-ERROR: vLLM 0.11.0 in {lab.image} cannot")
+        assert f"the first version that can is {MIN_VLLM}" in reason
+        job.wait_gone(10)
+        timeline = (job.log_dir / "attempt-0" / "timeline").read_text()
+        assert failure(job)["time"] - int(timeline.split()[0]) < 6
+        assert not list(job.log_dir.glob("ranks/rank-0.*"))
+    finally:
+        job.cancel()
 
 
 def test_benign_lines_do_not_fail_a_healthy_job(launch):

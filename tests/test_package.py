@@ -1,6 +1,7 @@
 """What is shipped: the wheel, the two ways into a hub, and papers that are true."""
 
 import email
+import importlib
 import json
 import os
 import re
@@ -212,6 +213,26 @@ def test_the_readme_has_the_messages_that_are_known():
 def test_the_readme_names_the_first_vllm():
     """What the cluster must have is what the job looks for."""
     assert f"`--nnodes` ({MIN_VLLM} or newer)" in README.read_text("utf-8")
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """Return the module that knows the versions of vLLM."""
+    monkeypatch.syspath_prepend(support.TESTS / "lab")
+    return importlib.import_module("lab_vllm")
+
+
+def test_the_readme_has_the_versions_of_vllm(versions):
+    """Its table is that of the recorded facts."""
+    assert versions.table() in README.read_text("utf-8")
+
+
+def test_the_first_vllm_is_the_first_with_every_flag(versions):
+    """What the job refuses is what is recorded to have no multi-node flags."""
+    rows = {row["version"]: set(row["flags"]) for row in versions.rows()}
+    complete = [name for name, flags in rows.items() if flags >= set(versions.FLAGS)]
+    assert complete and complete[0] == MIN_VLLM
+    assert complete == list(rows)[-len(complete) :]
 
 
 def test_the_readme_names_real_targets():

