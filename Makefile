@@ -36,7 +36,7 @@ screens: $(VENV)/.installed
 
 # The removals need processors, the cluster mostly patience: both at once.
 test: $(VENV)/.installed tools
-	@nice -n 19 $(BIN)/pytest -q -m removals >$(VENV)/removals.log 2>&1 & removals=$$!; \
+	@nice -n 19 $(BIN)/pytest -q -m 'removals and not slow' >$(VENV)/removals.log 2>&1 & removals=$$!; \
 	trap 'kill $$removals; exit 130' INT TERM; \
 	$(BIN)/pytest -m 'not slow and not removals'; status=$$?; \
 	wait $$removals || status=1; cat $(VENV)/removals.log; exit $$status
