@@ -626,3 +626,19 @@ def test_the_help_has_an_example():
         check=True,
     )
     assert "vec-inf-multinode diagnose 4711" in done.stdout
+
+
+@of_case("cancelled")
+def test_no_rank_of_a_job_that_is_over_is_called_up(left):
+    found = diagnose(left)
+    assert found.state == "stopped" and len(found.ranks) == 2
+    assert "up" not in {rank.end for rank in found.ranks}
+
+
+@of_case("cancelled")
+def test_the_version_and_the_budget_of_a_job_that_is_well(left):
+    with left.file("out").open("a") as out:
+        out.write("LLMHUB-TOPOLOGY: vllm 0.32.0+cpu\nLLMHUB-WARN: budget 9s exceeds\n")
+    found = diagnose(left)
+    assert found.topology["vllm"] == "0.32.0+cpu"
+    assert not any("budget" in warning for warning in found.warnings)

@@ -21,6 +21,7 @@ from .slurm import SlurmFacts
 
 READY, STARTING, FAILED = "ready", "starting", "failed"
 STOPPED, UNKNOWN = "stopped", "unknown"
+UP, UNREPORTED = "up", "ended with the job"
 
 MAX_LINES = 5
 MAX_LENGTH = 300
@@ -272,6 +273,8 @@ def diagnose(
     ranks = _ranks(job, attempt, planned, failure, known)
     own_lines = _job_lines(job, attempt, slurm, known)
     state, words = _state(job, attempt, failure, own_lines, slurm)
+    if state in (STOPPED, FAILED):
+        ranks = tuple(replace(r, end=UNREPORTED) if r.end == UP else r for r in ranks)
     cause = _cause(failure, words, ranks, own_lines, known) if state == FAILED else None
     transports = [t for t in map(nccl.transport, _nccl_logs(job, attempt)) if t]
     return Diagnosis(
@@ -283,7 +286,7 @@ def diagnose(
         verdict=_verdict(words, failure, cause),
         cause=cause and Cause(cause.id, cause.verdict),
         advice=_advice(cause, ranks, known),
-        warnings=(*_warnings(job, known), *nccl.warnings(transports)),
+        warnings=(*_warnings(job, known, state), *nccl.warnings(transports)),
         timeline=_timeline(job, attempts, failure, slurm),
         attempts=tuple(path.name for path in attempts),
         topology=topology,
@@ -408,9 +411,11 @@ def _advice(
     return tuple(advice)
 
 
-def _warnings(job: JobDirectory, known: Known) -> Iterator[str]:
+def _warnings(job: JobDirectory, known: Known, state: str) -> Iterator[str]:
     """The job's own warnings, with what to do."""
     for said in dict.fromkeys(job.said("WARN")[-MAX_LINES:]):
+        if said.startswith("budget ") and state != FAILED:
+            continue  # the walltime is the shorter one in every short job
         entry = known.message(f"LLMHUB-WARN: {said}")
         yield _clean(f"{said} ({entry.advice})" if entry else said)
 
@@ -468,11 +473,11 @@ def _ranks(
     for event in job.timeline(attempt):
         up = re.fullmatch(r"rank (\d{1,6}) up on (\S+)", event.text)
         if up:
-            found[int(up[1])] = Rank(int(up[1]), _clean(up[2]), "up")
+            found[int(up[1])] = Rank(int(up[1]), _clean(up[2]), UP)
     logs = {log.rank: log for log in job.ranks()}
     for log in logs.values():
         if log.rank not in found or not found[log.rank].node:
-            found[log.rank] = Rank(log.rank, _clean(log.node), "up")
+            found[log.rank] = Rank(log.rank, _clean(log.node), UP)
     failed = {(failure or {}).get("rank")}
     for end in job.ends(attempt):
         found[end.rank] = Rank(
@@ -526,8 +531,8 @@ def _topology(job: JobDirectory) -> dict[str, Any]:
         elif said.startswith("iface "):
             name, _, address = said.removeprefix("iface ").partition(" ")
             found.setdefault("interfaces", {})[name] = address
-        elif said.startswith("sizes "):
-            found["sizes"] = said.removeprefix("sizes ")
+        elif said.startswith(("sizes ", "vllm ")):
+            key, _, found[key] = said.partition(" ")
         else:
             key, _, value = said.partition("=")
             found[key] = value

@@ -396,8 +396,8 @@ def _size(option: str, value: Any) -> int:
         size = 0
     if size < 1:
         raise ParallelismError(
-            f"{option}={value} is not a parallel size; give a whole number from 1, or "
-            "leave it out to have it derived."
+            f"{option}={value} is not a parallel size; give a whole number from 1 "
+            "(commas separate vllm_args), or leave it out to have it derived."
         )
     return size
 

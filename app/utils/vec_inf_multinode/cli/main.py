@@ -65,5 +65,5 @@ def _report(text: str, status: int, given: list[str], err: Exception) -> None:
     elif isinstance(err, click.ClickException):
         err.show()
     else:
-        common.say(f"Error: {text}", style="red")
+        common.say(f"Error: {text.removeprefix('Error: ')}", style="red")
     sys.exit(status)
