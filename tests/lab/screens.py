@@ -26,6 +26,7 @@ import screen  # noqa: E402
 from app.utils.vec_inf_multinode.cli.connect import login_host  # noqa: E402
 
 DOCS = PROJECT / "docs"
+PROGRAM = "vec-inf-multinode"
 WIDTH = 100
 LIMIT = 240
 LAUNCH = ["tiny-llama", "--num-nodes", "2", "--time", "00:30:00"]
@@ -125,21 +126,44 @@ def serve(lab: Lab) -> None:
     picture("serve", terminal.command, [*lines[:stop], live, "^C", *lines[stop:]])
 
 
+def run(lab: Lab, job: str) -> None:
+    """Take a picture of ``run``."""
+    prompts, results = lab.home / "prompts.jsonl", lab.home / "results.jsonl"
+    lines = (f'{{"prompt": "Once upon {n}", "max_tokens": 16}}\n' for n in range(300))
+    prompts.write_text("".join(lines))
+    prompts.chmod(0o644)
+    files = ["--input", prompts.name, "--output", results.name]
+    try:
+        shoot(lab, "run", PROGRAM, "run", "tiny-llama", "--job-id", job, *files)
+    finally:
+        for path in (prompts, *lab.home.glob("results.jsonl*")):
+            path.unlink()
+
+
+def diagnose(lab: Lab) -> None:
+    """Take a picture of ``diagnose``, of a job with an argument that vLLM lacks."""
+    odd = ["--vllm-args", "--no-such-argument=1", "--wait"]
+    terminal = Terminal(lab, PROGRAM, "launch", *LAUNCH, *odd)
+    job = number_in(screen.lines(terminal.read()))
+    shoot(lab, "diagnose", PROGRAM, "diagnose", job)
+
+
 def main() -> None:
     """Take every picture; the lab is left as it was."""
     lab = Lab()
     lab.hub_install(PROJECT / "app")
-    program = "vec-inf-multinode"
     env = lab.home / "screens.env"
     env.write_text("VLLM_API_KEY=sk-0123456789\n")
     env.chmod(0o644)
     try:
-        shoot(lab, "render", program, "render", *LAUNCH, "--env", env.name)
-        launch = [program, "launch", *LAUNCH, "--env", env.name, "--wait"]
+        shoot(lab, "render", PROGRAM, "render", *LAUNCH, "--env", env.name)
+        launch = [PROGRAM, "launch", *LAUNCH, "--env", env.name, "--wait"]
         job = number_in(shoot(lab, "launch", *launch))
-        shoot(lab, "connect", program, "connect", job)
+        shoot(lab, "connect", PROGRAM, "connect", job)
+        run(lab, job)
         lab.run(["scancel", job], timeout=20)
         serve(lab)
+        diagnose(lab)
     finally:
         lab.run(["scancel", f"--user={lab.user}"], timeout=20)
         env.unlink()
