@@ -187,7 +187,7 @@ def test_a_failure_as_json(waiting, job):
     error = json.loads(running.printed)["error"]
     assert (error["stage"], error["cause"]) == ("failed", "rank 1 died")
     assert (error["rank"], error["node"], error["slurm_job_id"]) == (1, "nid002", JOB)
-    assert "To stop it: scancel 42" in error["message"]  # Slurm has it still
+    assert "Slurm has it still; should it not end: scancel 42" in error["message"]
 
 
 def test_a_job_that_is_cancelled_while_it_is_waited_for(waiting, job):

@@ -153,7 +153,7 @@ def failed(
     if stage != watch.STOPPED:
         lines.append(f"More: {PROGRAM} diagnose {job_id}")
     if slurm.is_over(job_id) is False:
-        lines.append(f"Slurm is ending it. If it stays: scancel {job_id}")
+        lines.append(f"Slurm has it still; should it not end: scancel {job_id}")
     return CommandError(
         "\n".join(lines),
         slurm_job_id=job_id,
