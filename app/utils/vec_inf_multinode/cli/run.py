@@ -27,14 +27,6 @@ from .run_job import (
 from .signals import interruptible
 
 
-def say(text: str) -> None:
-    """Tell the user, on stderr; nobody may be there any more."""
-    try:
-        common.notes.print(text, markup=False, soft_wrap=True)
-    except OSError:
-        pass
-
-
 class Run:
     """One run: the input, its output and the job.
 
@@ -54,7 +46,7 @@ class Run:
         found = self._survey()
         self.total = found.count
         self.output = Output(destination, found.sha256, model)
-        self.job = Job(MultinodeClient(), model, self.output, say)
+        self.job = Job(MultinodeClient(), model, self.output, common.say)
         self.again = "the same command goes on from there"
 
     def _survey(self) -> Survey:
@@ -103,7 +95,7 @@ class Run:
         for key in api_keys(directory_of(status)):
             server = Server(lambda: self.job.root, key, **patience)
             if self._is_let_in(server):
-                say(f"Job {self.job.id} serves at {status.base_url}")
+                common.say(f"Job {self.job.id} serves at {status.base_url}")
                 return server
         raise common.CommandError(
             f"Job {self.job.id} refuses the API key. It is VLLM_API_KEY of the job's "
@@ -229,7 +221,9 @@ def run(
     with interruptible(), this.told_apart(), this.output:
         complete = this.output.is_complete(this.total)
         if not this.output.locked:
-            say("No locks on this file system: see that no other run writes there.")
+            common.say(
+                "No locks on this file system: see that no other run writes there."
+            )
         with stopped_at_the_end(this.job, keep=keep or bool(job_id)):
             if not complete:
                 server = this.serve(
@@ -248,12 +242,14 @@ def run(
 def _report(this: Run, complete: bool, keep: bool, json_mode: bool) -> None:
     tally = this.output.tally
     if keep and this.job.id:
-        say(f"Job {this.job.id} is kept; 'scancel {this.job.id}' ends it.")
+        common.say(f"Job {this.job.id} is kept; 'scancel {this.job.id}' ends it.")
     before = "Finished before, nothing was launched: " if complete else ""
     done = f"{tally.done} of {this.total} requests have a result"
-    say(f"{before}{done} in {this.output.path}")
+    common.say(f"{before}{done} in {this.output.path}")
     if tally.failed:
-        say(f"Warning: {tally.failed} of them failed; 'error' in their lines says why.")
+        common.say(
+            f"Warning: {tally.failed} of them failed; 'error' in their lines says why."
+        )
     if json_mode:
         common.print_json(this.summary())
 
