@@ -139,9 +139,11 @@ def scale_part(rounds: int) -> dict[str, Any]:
                 jobs.append(asdict(cluster.scale(lab, hub, place, nodes)))
                 jobs[-1]["bare"] = bare
                 say(f"scale {jobs[-1]}")
+        missing = cluster.missing_rank(lab, hub, place, 64)
+        say(f"a rank that never starts: {missing}")
     finally:
         hub.close()
-    return {"calls": json.loads(calls.stdout), "jobs": jobs}
+    return {"calls": json.loads(calls.stdout), "jobs": jobs, "missing": missing}
 
 
 def on_cluster(nodes: int) -> Any:

@@ -430,6 +430,51 @@ def scale(lab: Lab, hub: Hub, place: Place, nodes: int) -> Scaled:
         job.wait_gone(120)
 
 
+@contextmanager
+def held_back(lab: Lab, node: str) -> Iterator[None]:
+    """A node on which no task starts: the site's task prolog does not end."""
+    prolog = lab.dir / "etc" / "task_prolog.sh"
+    text, gate = prolog.read_text(), lab.dir / "run" / "gate"
+    wait = f'while [ "$SLURMD_NODENAME" = {node} ] && [ ! -e {gate} ]; do sleep 1; done'
+    prolog.write_text(f"{text}{wait}\n")
+    try:
+        yield
+    finally:
+        prolog.write_text(text)
+        gate.touch()  # a prolog that still waits
+
+
+def missing_rank(
+    lab: Lab, hub: Hub, place: Place, nodes: int, budget: int = 40
+) -> dict[str, Any]:
+    """A job of so many nodes whose last rank never starts: what it says, and the end.
+
+    ``late`` is seconds beyond the budget, until the job is over and its nodes are free.
+    """
+    marks, last = place.marks(), lab.nodes[nodes - 1]
+    lab.dir.joinpath("run", "gate").unlink(missing_ok=True)
+    with held_back(lab, last):
+        job = hub.launch(
+            num_nodes=nodes,
+            cpus_per_task=1,
+            mem_per_node="1G",
+            time="00:20:00",
+            bind=str(place.path),
+            env=f"PATH={place.bin}:/usr/bin:/bin,BENCH_MARKS={marks}",
+            environ={"LLMHUB_MN_RANK_START_TIMEOUT": str(budget)},
+        )
+        try:
+            out = job.log_dir / f"{MODEL}.{job.number}.out"
+            wait_for(out.exists, 60, "start of the job")
+            reason = job.failed(budget + 60)
+            over = seconds_to_end(lab, job, 120)
+            late = None if over is None else time.time() - born(out) - budget
+            return {"nodes": nodes, "rank": nodes - 1, "reason": reason, "late": late}
+        finally:
+            job.cancel()
+            job.wait_gone(120)
+
+
 # -------------------------------------------------------------------------------- Ray
 
 

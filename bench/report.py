@@ -124,6 +124,17 @@ def scale_rows(raw: dict[str, Any]) -> Iterable[tuple[str, ...]]:
         )
         what = f"{nodes} nodes: kill of one rank's engine to all gone"
         yield what, spread(dead), "", "", "at most 10 s" if nodes == 64 else "", gone
+    if not (missing := raw.get("missing")):
+        return
+    named = f"rank {missing['rank']} on " in missing["reason"]
+    yield (
+        f"{missing['nodes']} nodes: one rank never starts, budget over to nodes free",
+        spread([missing["late"]]),
+        "",
+        "",
+        "the message names it",
+        "yes" if named else "no",
+    )
 
 
 ROWS = {
