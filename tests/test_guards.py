@@ -51,13 +51,21 @@ def waited(runs):
 
 
 def test_file_operations_grow_with_the_nodes(served):
-    """From start to ready: a constant, and some 30 for each node."""
-    calls = {
-        nodes: run.window(run.notes["started"], run.notes["ready"]).calls
+    """From start to ready: a constant, and some 24 for each node."""
+    windows = {
+        nodes: run.window(run.notes["started"], run.notes["ready"])
         for nodes, run in served.items()
     }
-    assert calls[FEW] < 250
-    assert calls[MANY] - calls[FEW] < 60 * (MANY - FEW)
+    calls = {nodes: window.calls - window.looks for nodes, window in windows.items()}
+    assert calls[FEW] < 130
+    assert calls[MANY] - calls[FEW] < 30 * (MANY - FEW)
+
+
+def test_few_processes_on_each_node(served):
+    """The rank script, what ends a container that it leaves, and the log's writer."""
+    for run in served.values():
+        for node, lines in run.notes["processes"].items():
+            assert 0 < len(lines) <= 3, f"{node}: {lines}"
 
 
 def test_serving_takes_no_file_operations(served):

@@ -4,6 +4,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 from node import SERVE, STAY, JobCase, JobRun, ip_output
 
 CALLS = "trace=%file,read,write,getdents64"
-_LINE = re.compile(r"\d+ +(?P<time>\d+\.\d+) (?P<call>\w+)\(")
+_LINE = re.compile(r"\d+ +(?P<time>\d+\.\d+) (?P<call>\w+)\((?P<rest>.*)")
+# Looking for markers of ranks that have started: these calls go with time.
+_LOOK = re.compile(r"/started(/?|/\*\[0-9\])[\">]")
+_NODENAME = b"SLURMD_NODENAME="
 
 
 def strace() -> str:
@@ -29,11 +33,14 @@ class Window:
     ----------
     calls : int
         Number of calls of all processes of the job, on all nodes.
+    looks : int
+        How many of them only looked for ranks that have started.
     seconds : float
         Length of the span.
     """
 
     calls: int
+    looks: int
     seconds: float
 
 
@@ -52,12 +59,35 @@ class TracedRun(JobRun):
 
     def window(self, start: float, end: float) -> Window:
         """Count the calls between two times of the clock."""
-        place, count = str(self.job_dir), 0
+        calls = looks = 0
         for line in self.trace.read_text(errors="replace").splitlines():
             found = _LINE.match(line)
-            if found and place in line and found["call"] != "execve":
-                count += start <= float(found["time"]) < end
-        return Window(count, end - start)
+            if found and start <= float(found["time"]) < end and self.is_below(found):
+                calls += 1
+                looks += bool(_LOOK.search(found["rest"]))
+        return Window(calls, looks, end - start)
+
+    def is_below(self, found: re.Match[str]) -> bool:
+        """Whether a call is for a path below the job directory."""
+        if found["call"] == "execve":
+            return False
+        data = found["call"] in ("read", "write")
+        subject = found["rest"].partition('"')[0] if data else found["rest"]
+        return str(self.job_dir) in subject
+
+    def launcher_processes(self) -> dict[str, list[str]]:
+        """Command lines of the launcher's processes in the step now, by node."""
+        own: dict[str, list[str]] = {node: [] for node in self.nodes}
+        for pid in self.node.processes():
+            with suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                node = next((v[16:] for v in environ if v.startswith(_NODENAME)), b"")
+                if b"SLURM_STEP_ID=0" not in environ or not node:
+                    continue
+                if words[:2] != [b"sleep", b"60"] and b"engine.py" not in words[2]:
+                    own[node.decode()].append(b" ".join(words).decode())
+        return own
 
 
 def traced(
@@ -103,6 +133,7 @@ def serve_for(seconds: float) -> Callable[[TracedRun], None]:
         run.notes["ready"] = time.time()
         time.sleep(seconds)
         run.notes["end"] = time.time()
+        run.notes["processes"] = run.launcher_processes()
         run.cancel()
 
     return during
