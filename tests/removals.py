@@ -1048,6 +1048,13 @@ REMOVALS = [
         GUARDS + "test_waiting_does_not_grow_with_the_nodes",
     ),
     row(
+        "few processes on a node",
+        RANK,
+        'exec tee -a -- "$log.out"',
+        'tee -a -- "$log.out"; :',
+        GUARDS + "test_few_processes_on_each_node",
+    ),
+    row(
         "one parse of a catalog",
         LAUNCHER,
         "return pickle.loads(_parsed(loader, stream.read()))",
