@@ -99,17 +99,24 @@ def last_mark(marks: Path, count: int, limit: float) -> float:
 # ------------------------------------------------------------ start of the containers
 
 
+def standin(place: Place, marks: Path, nodes: int) -> dict[str, Any]:
+    """Options of a job of the stand-in, for ``Hub.launch``."""
+    return {
+        "num_nodes": nodes,
+        "cpus_per_task": 1,
+        "mem_per_node": "1G",
+        "time": "00:20:00",
+        "bind": str(place.path),
+        "env": f"PATH={place.bin}:/usr/bin:/bin,BENCH_MARKS={marks}",
+    }
+
+
 def start_seconds(hub: Hub, place: Place, nodes: int, stock: bool) -> float:
     """From job start until the last rank's engine is exec'd; of vec-inf, rank 0's."""
     marks = place.marks()
     job = hub.launch(
         stock=stock,
-        num_nodes=nodes,
-        cpus_per_task=1,
-        mem_per_node="1G",
-        time="00:10:00",
-        bind=str(place.path),
-        env=f"PATH={place.bin}:/usr/bin:/bin,BENCH_MARKS={marks}",
+        **standin(place, marks, nodes),
         environ={"LLMHUB_MN_READY_PROBE": "health"},
         vllm_args=f"--pipeline-parallel-size={nodes}",
     )
@@ -401,14 +408,7 @@ class Scaled:
 def scale(lab: Lab, hub: Hub, place: Place, nodes: int) -> Scaled:
     """One job of so many nodes, whose last rank is killed."""
     marks = place.marks()
-    job = hub.launch(
-        num_nodes=nodes,
-        cpus_per_task=1,
-        mem_per_node="1G",
-        time="00:20:00",
-        bind=str(place.path),
-        env=f"PATH={place.bin}:/usr/bin:/bin,BENCH_MARKS={marks}",
-    )
+    job = hub.launch(**standin(place, marks, nodes))
     try:
         launched = last_mark(marks, nodes, 300)
         name = job.log_dir / f"{MODEL}.{job.number}"
@@ -434,7 +434,8 @@ def scale(lab: Lab, hub: Hub, place: Place, nodes: int) -> Scaled:
 def held_back(lab: Lab, node: str) -> Iterator[None]:
     """A node on which no task starts: the site's task prolog does not end."""
     prolog = lab.dir / "etc" / "task_prolog.sh"
-    text, gate = prolog.read_text(), lab.dir / "run" / "gate"
+    text, gate = prolog.read_text(), lab.dir / "run" / "bench-gate"
+    gate.unlink(missing_ok=True)
     wait = f'while [ "$SLURMD_NODENAME" = {node} ] && [ ! -e {gate} ]; do sleep 1; done'
     prolog.write_text(f"{text}{wait}\n")
     try:
@@ -452,15 +453,9 @@ def missing_rank(
     ``late`` is seconds beyond the budget, until the job is over and its nodes are free.
     """
     marks, last = place.marks(), lab.nodes[nodes - 1]
-    lab.dir.joinpath("run", "gate").unlink(missing_ok=True)
     with held_back(lab, last):
         job = hub.launch(
-            num_nodes=nodes,
-            cpus_per_task=1,
-            mem_per_node="1G",
-            time="00:20:00",
-            bind=str(place.path),
-            env=f"PATH={place.bin}:/usr/bin:/bin,BENCH_MARKS={marks}",
+            **standin(place, marks, nodes),
             environ={"LLMHUB_MN_RANK_START_TIMEOUT": str(budget)},
         )
         try:

@@ -15,7 +15,6 @@ CALLS = "trace=%file,read,write,getdents64"
 _LINE = re.compile(r"\d+ +(?P<time>\d+\.\d+) (?P<call>\w+)\((?P<rest>.*)")
 # Looking for markers of ranks that have started: these calls go with time.
 _LOOK = re.compile(r"/started(/?|/\*\[0-9\])[\">]")
-_NODENAME = b"SLURMD_NODENAME="
 
 
 def strace() -> str:
@@ -80,13 +79,12 @@ class TracedRun(JobRun):
         own: dict[str, list[str]] = {node: [] for node in self.nodes}
         for pid in self.node.processes():
             with suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                node = next((v[16:] for v in environ if v.startswith(_NODENAME)), b"")
-                if b"SLURM_STEP_ID=0" not in environ or not node:
-                    continue
-                if words[:2] != [b"sleep", b"60"] and b"engine.py" not in words[2]:
-                    own[node.decode()].append(b" ".join(words).decode())
+                line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                environ = dict(item.partition("=")[::2] for item in variables)
+                engine = f"exec {line.strip()}" == STAY or "/engine.py " in line
+                if environ.get("SLURM_STEP_ID") == "0" and not engine:
+                    own[environ["SLURMD_NODENAME"]].append(line)
         return own
 
 
