@@ -86,11 +86,11 @@ def serve_part(rounds: int) -> dict[str, Any]:
     try:
         for number in range(rounds + 1):
             with cluster.served_by_hand(lab) as served:
-                row = {"ready": served.seconds, **cluster.load(served.url)}
+                row = {**served.times(), **cluster.load(served.url)}
             say(f"by hand {row}")
             found["by hand"] += [row] if number else []  # the first fills the caches
             with cluster.served_by_job(hub) as served:
-                row = {"ready": served.seconds, **cluster.load(served.url)}
+                row = {**served.times(), **cluster.load(served.url)}
                 cluster.kill_worker(lab, "nid002")
                 row["fault"] = cluster.seconds_to_end(lab, served.job)
             say(f"ours {row}")

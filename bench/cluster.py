@@ -22,6 +22,7 @@ from typing import Any, Optional
 
 import requests
 import yaml
+from vec_inf.client._client_vars import MODEL_READY_SIGNATURE
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests" / "lab")]
@@ -44,13 +45,13 @@ PROMPT |= {"ignore_eos": True, "temperature": 0}
 CAP = 45.0  # seconds after a fault, from when on a job counts as one that stays
 
 
-def wait_for(condition: Any, seconds: float, what: str) -> Any:
+def wait_for(condition: Any, seconds: float, what: str, pause: float = 0.02) -> Any:
     """Poll until a condition gives something; that."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > end:
             raise TimeoutError(f"{what}: not within {seconds:.0f} s")
-        time.sleep(0.02)
+        time.sleep(pause)
     return value
 
 
@@ -167,15 +168,22 @@ class Served:
     ----------
     url : str
         Its address, up to ``/v1``.
-    seconds : float
-        From job start (or the two commands) until it had answered a completion.
+    healthy : float
+        From job start (or the two commands) until its health check was good, seconds.
+    ready : float
+        Until it had answered a completion; of a job, until it said so.
     job : Job or None
         The job, None if it was started by hand.
     """
 
     url: str
-    seconds: float
+    healthy: float
+    ready: float
     job: Optional[Job] = None
+
+    def times(self) -> dict[str, float]:
+        """Return both times, for a row of numbers."""
+        return {"healthy": self.healthy, "ready": self.ready}
 
 
 def answers(url: str) -> bool:
@@ -187,6 +195,21 @@ def answers(url: str) -> bool:
         return False
 
 
+def wait_healthy(url: str, limit: float, failed: Any = None) -> float:
+    """Wait until a server's health check is good; the time. The same on each side."""
+
+    def healthy() -> bool:
+        if failed and (words := failed()):
+            raise RuntimeError(f"the job ended: {words}")
+        try:
+            return requests.get(f"{url.removesuffix('/v1')}/health", timeout=10).ok
+        except requests.RequestException:
+            return False
+
+    wait_for(healthy, limit, "health of the server", pause=0.1)
+    return time.time()
+
+
 @contextmanager
 def served_by_job(hub: Hub, limit: float = 300, **options: Any) -> Iterator[Served]:
     """A job's server; `options` as for ``Hub.launch``."""
@@ -195,15 +218,19 @@ def served_by_job(hub: Hub, limit: float = 300, **options: Any) -> Iterator[Serv
         out = job.log_dir / f"{MODEL}.{job.number}.out"
         wait_for(out.exists, 60, "start of the job")
 
+        # files only: a question to Slurm at each poll would take the engine's cores
+        def failed() -> str:
+            said = job.log("err")
+            return said[-500:] if "LLMHUB-ERROR:" in said else ""
+
+        def said_ready() -> bool:
+            return MODEL_READY_SIGNATURE in job.log("err")
+
         url = address(job, limit)
-
-        def answered() -> bool:
-            if job.state() != "RUNNING":
-                raise RuntimeError(f"the job ended: {job.log('err')[-500:]}")
-            return answers(url)
-
-        wait_for(answered, limit, "the server")
-        yield Served(url, time.time() - born(out), job)
+        healthy = wait_healthy(url, limit, failed)
+        wait_for(said_ready, limit, "the job's word that it is ready")
+        begun = born(out)
+        yield Served(url, healthy - begun, time.time() - begun, job)
     finally:
         job.cancel()
         job.wait_gone(120)
@@ -236,8 +263,9 @@ def served_by_hand(lab: Lab) -> Iterator[Served]:
             env = hand_env(lab, entry["env"], lab.address(node))
             commands.append(lab.node_popen(node, argv, env))
         url = f"http://{lab.nodes[0]}:{HAND_PORT}/v1"
+        healthy = wait_healthy(url, 300)
         wait_for(lambda: answers(url), 300, "the server by hand")
-        yield Served(url, time.time() - started)
+        yield Served(url, healthy - started, time.time() - started)
     finally:
         for command in commands:
             os.killpg(command.pid, signal.SIGKILL)
@@ -463,7 +491,8 @@ def missing_rank(
             wait_for(out.exists, 60, "start of the job")
             reason = job.failed(budget + 60)
             over = seconds_to_end(lab, job, 120)
-            late = None if over is None else time.time() - born(out) - budget
+            # bash counts whole seconds: the budget may be over up to one early
+            late = None if over is None else max(0, time.time() - born(out) - budget)
             return {"nodes": nodes, "rank": nodes - 1, "reason": reason, "late": late}
         finally:
             job.cancel()

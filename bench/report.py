@@ -12,10 +12,10 @@ HEADER = ("what", "ours", "beside", "ratio or difference", "goal", "met")
 
 
 def spread(values: Iterable[Optional[float]], unit: str = "s") -> str:
-    """Median with minimum and maximum."""
+    """Median with minimum and maximum; None is a job that was still there."""
     given = [value for value in values if value is not None]
     if not given:
-        return "not in 45 s"
+        return "still there when given up"
     low, middle, high = min(given), median(given), max(given)
     scale, unit = (1000, "ms") if unit == "s" and middle < 1 else (1, unit)
     digits = 0 if scale == 1000 else 2
@@ -73,6 +73,15 @@ def serve_rows(raw: dict[str, Any]) -> Iterable[tuple[str, ...]]:
         return against(what, column(ours, key), column(hand, key), "by hand", goal)
 
     yield beside("job start to READY, vLLM 0.32.0, PP=2", "ready", 1.03)
+    own, theirs = ([row["ready"] - row["healthy"] for row in r] for r in (ours, hand))
+    yield (
+        "of that, from `/health` to READY",
+        spread(own),
+        f"by hand, to one completion: {spread(theirs)}",
+        f"{median(own) - median(theirs):+.2f} s",
+        "",
+        "",
+    )
     rate = "tokens_per_second"
     mine, theirs = column(ours, rate), column(hand, rate)
     value = median(mine) / median(theirs)
