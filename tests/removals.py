@@ -1061,6 +1061,13 @@ REMOVALS = [
         "return yaml.load(stream, Loader=loader)",
         GUARDS + "test_a_catalog_is_parsed_once[one-node]",
     ),
+    row(
+        "an import that does with what a launch needs",
+        LAUNCHER,
+        "from . import render, seam, slurm\n",
+        "from . import render, seam, slurm, watch\n",
+        GUARDS + "test_the_import_brings_nothing_slow",
+    ),
     # ------------------------------------------------------------ the wait
     row(
         "the time of a queued job, which does not count",

@@ -252,3 +252,11 @@ def test_the_changelog_has_this_version():
     exec((support.PACKAGE / "version.py").read_text(), scope)
     changelog = Path(support.TREE / "CHANGELOG.md").read_text("utf-8")
     assert re.search(rf"^## \[{re.escape(scope['__version__'])}\]", changelog, re.M)
+
+
+def test_every_public_name_is_there():
+    """Those too that are imported at their first use; and no others."""
+    import app.utils.vec_inf_multinode as package
+
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert not hasattr(package, "Previews")

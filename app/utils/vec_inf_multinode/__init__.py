@@ -12,6 +12,9 @@ asks Slurm, `watch` says what the job is doing; `failures` is what is known to g
 `results` are a batch of prompts. ``cli/`` is the console script.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     ContainerError,
     EnvFileError,
@@ -34,10 +37,12 @@ from .launcher import (
     launch_model,
 )
 from .plan import is_multinode_vllm
-from .preview import Preview
 from .seam import SeamReport
 from .settings import MultinodeSettings
-from .watch import Progress
+
+if TYPE_CHECKING:
+    from .preview import Preview
+    from .watch import Progress
 
 __all__ = [
     "ContainerError",
@@ -63,3 +68,12 @@ __all__ = [
     "is_multinode_vllm",
     "launch_model",
 ]
+
+# types that a launch does not need, and the modules that they come from
+_LATER = {"Preview": "preview", "Progress": "watch"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LATER[name]}", __name__), name)

@@ -10,11 +10,11 @@ from functools import lru_cache, partial
 from importlib import import_module, resources
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import yaml
 
-from . import preview, render, seam, slurm, watch
+from . import render, seam, slurm
 from .errors import (
     EnvFileError,
     PlanError,
@@ -23,7 +23,6 @@ from .errors import (
     SubmitError,
     UnsupportedEngineError,
 )
-from .jobdir import JobDirectory
 from .plan import (
     ENGINE,
     LaunchPlan,
@@ -37,6 +36,11 @@ from .plan import (
     split_engine_args,
 )
 from .settings import MultinodeSettings
+
+# what a launch does not need is imported where it is used: a hub imports this module
+if TYPE_CHECKING:
+    from .preview import Preview
+    from .watch import Progress
 
 ALL_ENGINES = (ENGINE, "sglang")
 
@@ -300,12 +304,12 @@ class MultinodeClient(_VecInfClient):
         JobDirectoryError
             If the job has no directory there.
         """
-        from .diagnose import of_job  # not needed for a launch
+        from .diagnose import of_job
 
         where = Path(log_dir).expanduser() if log_dir else default_log_dir()
         return of_job(str(slurm_job_id), where)
 
-    def get_progress(self, slurm_job_id: str) -> tuple[Any, watch.Progress]:
+    def get_progress(self, slurm_job_id: str) -> tuple[Any, "Progress"]:
         """Status of a job, and what it is doing.
 
         Returns
@@ -313,6 +317,9 @@ class MultinodeClient(_VecInfClient):
         StatusResponse, Progress
             The one as `get_status`, the other from the same moment.
         """
+        from . import watch
+        from .jobdir import JobDirectory
+
         status = self.get_status(slurm_job_id)
         progress = watch.progress(
             status,
@@ -328,7 +335,7 @@ class MultinodeClient(_VecInfClient):
         slurm_job_id: str,
         poll_interval_seconds: float = 10,
         silence_seconds: Optional[float] = None,
-    ) -> Iterator[tuple[Any, watch.Progress]]:
+    ) -> Iterator[tuple[Any, "Progress"]]:
         """Yield what `get_progress` gives, again and again, until the job is over.
 
         Parameters
@@ -346,6 +353,8 @@ class MultinodeClient(_VecInfClient):
         SlurmJobError
             If Slurm does not know the job, is not there, or does not answer for long.
         """
+        from . import watch
+
         limit = SILENCE if silence_seconds is None else silence_seconds
         answered = time.monotonic()
         while True:
@@ -368,7 +377,7 @@ class MultinodeClient(_VecInfClient):
         timeout_seconds: float = 1800,
         poll_interval_seconds: float = 10,
         *,
-        on_progress: Optional[Callable[[watch.Progress], Any]] = None,
+        on_progress: Optional[Callable[["Progress"], Any]] = None,
     ) -> Any:
         """Wait as vec-inf's does, and say what the job is doing.
 
@@ -398,6 +407,8 @@ class MultinodeClient(_VecInfClient):
         SlurmJobError
             As `follow`.
         """
+        from . import watch
+
         deadline: Optional[float] = None
         for status, progress in self.follow(slurm_job_id, poll_interval_seconds):
             if on_progress:
@@ -424,7 +435,7 @@ class MultinodeClient(_VecInfClient):
 
     def preview_model(
         self, model_name: str, options: Any = None, *, show_secrets: bool = False
-    ) -> preview.Preview:
+    ) -> "Preview":
         """Tell what `launch_model` would submit; nothing is submitted or written.
 
         Parameters
@@ -441,6 +452,8 @@ class MultinodeClient(_VecInfClient):
         Exception
             What `launch_model` would raise before it submits.
         """
+        from . import preview
+
         request = _request(options)
         entry, route = _resolve(self, model_name, request)
         multinode = is_multinode_vllm(route)
@@ -714,6 +727,8 @@ class MultinodeScriptGenerator(_SlurmScriptGenerator):
 
 def _failure(job_dir: Path) -> Optional[str]:
     """The cause that a job of ours left in its directory, None if there is none."""
+    from .jobdir import JobDirectory
+
     record = JobDirectory(job_dir).failure() or {}
     return f"LLMHUB-ERROR: {record['message']}" if record.get("message") else None
 
