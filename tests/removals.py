@@ -1068,6 +1068,13 @@ REMOVALS = [
         "from . import render, seam, slurm, watch\n",
         GUARDS + "test_the_import_brings_nothing_slow",
     ),
+    row(
+        "the end of a port search",
+        BATCH,
+        '"$$" ] || kill -TERM 0',
+        '"$$" ]',
+        T4 + "test_cancelled_in_the_port_search[run]",
+    ),
     # ------------------------------------------------------------ the wait
     row(
         "the time of a queued job, which does not count",

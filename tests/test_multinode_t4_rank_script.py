@@ -905,6 +905,39 @@ def cancel_early(run):
     run.cancel()
 
 
+NC_THAT_IS_LEFT = """#!/bin/bash
+kill -STOP "$PPID"
+echo "$PPID" >"$STUB_LOG/search"
+exec sleep 60
+"""
+
+
+def stay_in_the_port_search(run):
+    """Let vec-inf's port search stop where it has started nc and not ended it yet."""
+    nc = run.node.path / "nc"
+    nc.unlink()
+    nc.write_text(NC_THAT_IS_LEFT)
+    nc.chmod(0o755)
+
+
+def cancel_in_the_port_search(run):
+    """End the search as Slurm does, which no longer finds the nc that it leaves."""
+    search = run.node.log / "search"
+    run.wait_for(lambda: search.exists() and search.read_text().endswith("\n"))
+    shell = int(search.read_text())
+    run.cancel()
+    os.kill(shell, signal.SIGTERM)
+    os.kill(shell, signal.SIGCONT)
+
+
+@case(JobCase(before=stay_in_the_port_search, during=cancel_in_the_port_search))
+def test_cancelled_in_the_port_search(run):
+    """What vec-inf's own search leaves behind ends too."""
+    assert run.status == 143
+    assert run.err == ""
+    assert run.notes["left"] == []
+
+
 @case(JobCase(say={"srun.json": '{"absent": [1]}'}, during=cancel_early))
 def test_cancelled_before_all_ranks_are_up(run):
     """It is no failure either, and ends soon."""

@@ -94,13 +94,29 @@ llmhub_end_step() {
     llmhub_listen_until 5
 }
 
+# vec-inf's port search, ended in the middle, leaves an nc that has no parent any more:
+# Slurm finds it only where it tracks processes by cgroup.
+# shellcheck disable=SC2317 # called by the trap
+llmhub_end_port_search() {
+    local stat fields
+    read -r stat <"/proc/$$/stat"
+    # after the name, which may hold anything: state, parent, process group
+    read -ra fields <<<"${stat##*) }"
+    # Slurm makes the script the leader of its group; another's group is left alone
+    [ "${fields[2]}" != "$$" ] || kill -TERM 0
+}
+
 # Cancelled, out of time or requeued: Slurm has told every rank itself; no failure.
 # shellcheck disable=SC2317 # called by the trap
 llmhub_stop() {
     trap '' TERM INT HUP
     [ -z "$LLMHUB_ATTEMPT_DIR" ] || llmhub_mark stopped
-    [ -z "$LLMHUB_SRUN" ] || llmhub_listen_until 20
-    llmhub_end_step
+    if [ -n "$LLMHUB_SRUN" ]; then
+        llmhub_listen_until 20
+        llmhub_end_step
+    else
+        llmhub_end_port_search
+    fi
     exit 143
 }
 
