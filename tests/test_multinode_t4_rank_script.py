@@ -1469,6 +1469,29 @@ def serving(metrics, seconds, **knobs):
     )
 
 
+def with_connection(http, seconds=6.0):
+    """A ready job with a connection to its server, and these answers once ready."""
+
+    def during(run):
+        run.wait_for(run.ready)
+        port = run.node.server_port
+        run.node.say("ss", f"ESTAB 0 0 127.0.0.1:{port} 127.0.0.1:40000\n")
+        run.node.say("http.json", json.dumps(http))
+        serve_for(seconds)(run)
+
+    first = {"http.json": json.dumps({"running": 0})}
+    return JobCase(knobs={"stall_timeout": 2}, say=first, during=during)
+
+
+@case(with_connection({"running": 0, "hang": True}, 15))
+def test_stalled_before_the_engine_has_the_request(run):
+    """vLLM's gauge stands at 0, and a request for a token is not answered."""
+    assert not run.notes["went on"]
+    (error,) = run.errors()
+    assert re.match(r"no token for \d+s with 1 request", error)
+    assert run.notes["left"] == []
+
+
 @case(serving({"running": 2}, 15, stall_timeout=2))
 def test_stalled(run):
     """Requests run and no token comes: a hung rank or a cut link."""
@@ -1489,6 +1512,8 @@ def test_stalled(run):
         ),
         "idle": (serving({"running": 0}, 4.5, stall_timeout=2), ""),
         "switched-off": (serving({"running": 2}, 4.5, stall_timeout=0), ""),
+        "silent-connection": (with_connection({"running": 0}), ""),
+        "no-metrics-any-more": (with_connection({}), ""),
     },
 )
 def test_not_stalled(run, why):
@@ -1511,6 +1536,60 @@ def hang_when_ready(run):
     run.node.say("http.json", '{"running": 0, "hang": true}')
     with suppress(subprocess.TimeoutExpired):
         run.process.wait(15)
+
+
+def answer_when_ready(**http):
+    """A job with an idle probe whose server answers so once it is ready."""
+
+    def during(run):
+        run.wait_for(run.ready)
+        run.node.say("http.json", json.dumps({"running": 0, **http}))
+        serve_for(8)(run)
+
+    return JobCase(knobs={"idle_probe": 1, "stall_timeout": 0}, during=during)
+
+
+@case(answer_when_ready(completion=500))
+def test_idle_probe_with_an_error(run):
+    """A server that answers with errors fails the job, and the status is told."""
+    assert run.errors() == [
+        "the idle server answers a request for one token with HTTP 500"
+    ]
+    posts = [r for r in run.node.requests() if r["method"] == "POST"]
+    # one before ready; an error is asked about once more
+    assert len(posts) >= 3
+
+
+@case(answer_when_ready(completion=500, good_every=2))
+def test_idle_probe_with_a_passing_error(run):
+    """One error, and an answer to the next request."""
+    assert run.notes["went on"]
+    assert run.errors() == []
+
+
+def end_in_the_probe(run):
+    """Let a rank end while the idle server has a request for a token."""
+    run.wait_for(run.ready)
+    run.node.say("http.json", '{"running": 0, "hang": true}')
+    asked = len(run.node.requests())
+    run.wait_for(
+        lambda: any(r["method"] == "POST" for r in run.node.requests()[asked:])
+    )
+    run.node.say("end.1", "")
+    run.process.wait(15)
+
+
+@case(
+    JobCase(
+        knobs={"idle_probe": 5, "stall_timeout": 0},
+        engines={0: SERVE, 1: when_told(1)},
+        during=end_in_the_probe,
+    ),
+)
+def test_a_rank_ends_in_the_idle_probe(run):
+    """The rank is named, not the answer that did not come."""
+    (error,) = run.errors()
+    assert error.startswith("rank 1 on nid002 exited with status 0")
 
 
 @case(

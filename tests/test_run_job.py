@@ -227,13 +227,14 @@ def test_a_job_that_cannot_be_stopped_is_told_and_remembered(cluster, job, said)
     assert job.output.job_id == "42"
 
 
-def test_a_job_that_ends_by_itself_is_left_to_it(cluster, job):
+def test_a_failed_job_is_stopped_too(cluster, job):
+    """Slurm may have requeued it: pending, with its failure.json still there."""
     cluster.start("42")
     job.id = "42"
     job.wait()
     cluster.fail("42", "rank 1 died")
     job.stop()
-    assert cluster.calls("scancel") == 0 and job.output.job_id is None
+    assert cluster.calls("scancel", "42") == 1 and job.output.job_id is None
 
 
 def test_one_outage_is_one_for_every_request(cluster, job, said):
@@ -285,6 +286,7 @@ def keys(directory, env, **shell):
     [
         ({"VLLM_API_KEY": "k"}, {"VLLM_API_KEY": "other"}, ["k"]),
         ({"VLLM_API_KEY": "$K-${K}"}, {"K": "x"}, ["x-x"]),
+        ({"VLLM_API_KEY": "a$1b$é${2}"}, {"1b": "x"}, ["a$1b$é${2}"]),
         ({}, {"VLLM_API_KEY": "v", "OPENAI_API_KEY": "o"}, [None, "v", "o"]),
         (None, {"OPENAI_API_KEY": "o"}, [None, "o"]),
         (None, {}, [None]),

@@ -71,6 +71,8 @@ _ServerError: Any = _vec_inf("vec_inf.client._exceptions", "ServerError", Runtim
 _HEALTHY = ("PENDING", "LAUNCHING", "READY")
 # Seconds that a wait goes on while Slurm does not answer.
 SILENCE = 120
+# Seconds that a server has for /health where this package asks for it.
+HEALTH_TIMEOUT = 10
 
 # Called with Slurm's id of a job as soon as it is known.
 OnSubmitted = Optional[Callable[[str], None]]
@@ -215,9 +217,17 @@ def _dispatch(
     if not is_multinode_vllm(route):
         response = stock()
         if on_submitted:
-            on_submitted(response.slurm_job_id)
+            try:
+                on_submitted(response.slurm_job_id)
+            except BaseException:
+                _cancel(response.slurm_job_id)
+                raise
         return response
     return MultinodeLauncher(model_name, request).launch(on_submitted)
+
+
+def _cancel(job_id: str) -> None:
+    _utils.run_bash_command(f"scancel {shlex.quote(job_id)}")
 
 
 def launch_model(client: Any, model_name: str, options: Any = None) -> Any:
@@ -248,6 +258,32 @@ def launch_model(client: Any, model_name: str, options: Any = None) -> Any:
     """
     stock = partial(client.launch_model, model_name, options=options)
     return _dispatch(client, model_name, options, stock)
+
+
+def _ask_by_the_whole_name(status: Any) -> None:
+    """Ask /health again where vec-inf has asked a host that there is not.
+
+    It replaces every "v1" of the address by "health", of a node's name too.
+    """
+    import requests
+
+    from .jobdir import JobDirectory
+
+    job = JobDirectory(Path(status.log_dir))
+    address = str(job.facts().get("server_address", ""))
+    if not job.ours or "v1" not in address.removesuffix("/v1"):
+        return
+    try:
+        health = requests.get(
+            f"{address.removesuffix('/v1')}/health", timeout=HEALTH_TIMEOUT
+        )
+    except requests.RequestException as err:
+        status.failed_reason = str(err)
+        return
+    status.failed_reason = health.status_code
+    if health.status_code == 200:
+        status.server_status = _models.ModelStatus.READY
+        status.base_url, status.failed_reason = address, None
 
 
 class MultinodeClient(_VecInfClient):
@@ -281,6 +317,8 @@ class MultinodeClient(_VecInfClient):
         if cause and not waiting and status.server_status not in _HEALTHY:
             status.server_status = _models.ModelStatus.FAILED
             status.failed_reason = cause
+        elif status.server_status == "FAILED" and status.job_state == "RUNNING":
+            _ask_by_the_whole_name(status)
         return status
 
     def diagnose(self, slurm_job_id: str, log_dir: Optional[str] = None) -> Any:
@@ -594,7 +632,7 @@ class MultinodeLauncher(_ModelLauncher):
     def _undo(self) -> None:
         """Leave neither a held job nor a script with secrets behind."""
         if self.slurm_job_id:
-            _utils.run_bash_command(f"scancel {shlex.quote(self.slurm_job_id)}")
+            _cancel(self.slurm_job_id)
         elif self.slurm_script_path.is_file():
             self.slurm_script_path.unlink()
 

@@ -361,6 +361,11 @@ def _in_order(lines: BinaryIO, ids: Iterable[str]) -> Iterator[bytes]:
         place += len(line)
     comma = b""
     for custom_id in ids:
+        if custom_id not in places:
+            raise OutputError(
+                f"{custom_id!r} has no result: the input has changed while it was "
+                "read. The results so far are kept; run it on the input as it was."
+            )
         lines.seek(places[custom_id])
         yield comma + lines.readline().rstrip(b"\n")
         comma = b",\n"

@@ -2,7 +2,8 @@
 
 ``http.json``, read at each request: ``health`` and ``completion`` (HTTP statuses),
 ``hang`` (no answer to a completion), ``key`` (the API key that it wants), ``running``
-(requests that run, None for no metrics), ``moving`` (tokens come).
+(requests that run, None for no metrics), ``moving`` (tokens come),
+``good_every`` (of that many completions, one is answered well all the same).
 """
 
 import json
@@ -25,6 +26,8 @@ vllm:generation_tokens_total{{engine="0",model_name="m"}} {1}
 
 class Handler(BaseHTTPRequestHandler):
     """Two addresses of an OpenAI server."""
+
+    completions = 0
 
     def log_message(self, *args) -> None:
         """Say nothing."""
@@ -70,7 +73,9 @@ class Handler(BaseHTTPRequestHandler):
         elif key and self.headers["Authorization"] != f"Bearer {key}":
             self.answer(401)
         else:
-            self.answer(config.get("completion", 200))
+            Handler.completions += 1
+            good = Handler.completions % config.get("good_every", 1 << 30) == 0
+            self.answer(200 if good else config.get("completion", 200))
 
 
 class Server(ThreadingHTTPServer):

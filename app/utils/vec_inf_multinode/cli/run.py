@@ -230,9 +230,9 @@ def run(
                     job_id, options, timeout=request_timeout, retries=retries
                 )
                 this.send(server, concurrency)
-            elif not keep:
+            else:
                 # killed after the last result, before the job was stopped
-                this.job.take_back()
+                this.job.finish_off(keep=keep or bool(job_id))
         if keep and not job_id:
             this.output.record_job(None)
         this.finish()

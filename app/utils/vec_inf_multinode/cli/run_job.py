@@ -144,7 +144,7 @@ def api_keys(directory: JobDirectory) -> list[Optional[str]]:
 def expanded(value: str) -> str:
     """A value of env as the ranks have it: their environment came from a shell."""
     return re.sub(
-        r"\$(?:\{(\w+)\}|(\w+))",
+        r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))",
         lambda found: os.environ.get(found[1] or found[2], ""),
         value,
     )
@@ -176,7 +176,6 @@ class Job:
         self.client, self.model, self.output, self.say = client, model, output, say
         self.id: Optional[str] = None
         self.root = ""
-        self._directory: Optional[JobDirectory] = None
         self._lock = threading.Lock()
         self._back_since = float("-inf")
 
@@ -193,12 +192,23 @@ class Job:
             raise common.CommandError(
                 f"Job {job_id} is {name!r}, not {self.model!r}.", common.BAD_INPUT
             )
-        other = self.output.job_id
-        if other not in (None, job_id):
+        if self.output.job_id != job_id:
+            self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        job_id = self.output.job_id
+        if job_id:
             self.say(
-                f"Job {other} was launched for this output before and is left alone; "
-                f"'scancel {other}' ends it."
+                f"Job {job_id} was launched for this output before and is left alone; "
+                f"'scancel {job_id}' ends it."
             )
+
+    def finish_off(self, keep: bool) -> None:
+        """See to the job that an earlier try launched and did not stop."""
+        if keep:
+            self._leave_alone()
+        else:
+            self.take_back()
 
     def take_back(self) -> bool:
         """Use the job that an earlier try launched, if it is still good."""
@@ -226,7 +236,6 @@ class Job:
 
     def wait(self) -> Any:
         """Wait until it serves; the status that said so."""
-        self._directory = directory_of(look(self.client, str(self.id)))
         status = wait_ready(self.client, str(self.id), self.say)
         self.root = root_of(status)
         return status
@@ -255,17 +264,16 @@ class Job:
             return True
 
     def stop(self) -> None:
-        """Cancel it, unless it is ending by itself."""
+        """Cancel it, whatever has become of it: a failed one may be requeued."""
         # its status is not asked for: a server that hangs would hang that too
-        if not (self._directory and self._directory.failure()):
-            try:
-                self.client.shutdown_model(self.id)
-                self.say(f"Stopped job {self.id}")
-            except SlurmJobError as err:
-                if not _is_gone(err):
-                    text = f"Could not stop job {self.id}: {str(err).strip()}"
-                    self.say(f"{text}. 'scancel {self.id}' ends it.")
-                    return
+        try:
+            self.client.shutdown_model(self.id)
+            self.say(f"Stopped job {self.id}")
+        except SlurmJobError as err:
+            if not _is_gone(err):
+                text = f"Could not stop job {self.id}: {str(err).strip()}"
+                self.say(f"{text}. 'scancel {self.id}' ends it.")
+                return
         self.output.record_job(None)
 
     def _is_good(self, job_id: str) -> bool:

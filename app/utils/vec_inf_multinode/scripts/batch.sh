@@ -414,6 +414,24 @@ llmhub_ask_for_token() { # SECONDS
         "$(jq -nc --arg model "$PLAN_MODEL_NAME" '{model: $model, prompt: "a", max_tokens: 1}')"
 }
 
+# Sets REPLY to the HTTP status of a request for one token, to nothing if there was no
+# answer; false if a rank or the step has ended meanwhile, which is then what to tell.
+llmhub_probe() { # SECONDS
+    local answer ended=0
+    exec {answer}< <(llmhub_ask_for_token "$1")
+    until read -r -t 0 -u "$answer" || [ "$ended" -eq 1 ]; do
+        llmhub_listen 0.2 && [ "$LLMHUB_RANK_FAILED" -eq 0 ] || ended=1
+    done
+    REPLY=
+    if [ "$ended" -eq 0 ] && ! read -r -u "$answer"; then
+        # a server that has ended may be heard of a little later
+        llmhub_listen_until 1
+        llmhub_listen 0.1 && [ "$LLMHUB_RANK_FAILED" -eq 0 ] || ended=1
+    fi
+    exec {answer}<&-
+    [ "$ended" -eq 0 ]
+}
+
 llmhub_await_server_check() {
     if ! llmhub_listen 0.2 || [ "$LLMHUB_RANK_FAILED" -eq 1 ]; then
         llmhub_judge "the step ended before the server was ready"
@@ -473,7 +491,7 @@ llmhub_first_ends() {
 # Something has failed: name the first rank to end, or, of those that
 # ended within a second of it, the first whose log tells why.
 llmhub_judge() { # FALLBACK
-    local fields rank='' node='' status='' seconds='' cause='' log='' message first=
+    local fields rank='' node='' status='' seconds='' cause='' log='' message first='' signal=''
     local step_log=$LLMHUB_ATTEMPT_DIR/step.log line
     # others may be ending of the same cause; and the signal that ended the step may be on
     # its way to this process too
@@ -496,8 +514,10 @@ llmhub_judge() { # FALLBACK
         log=$LLMHUB_JOB_DIR/ranks/rank-$rank.$node.err
         message="rank $rank on $node exited with status $status after ${seconds}s"
         [ "$LLMHUB_READY" -eq 0 ] || message+=", while serving"
+        # a shell gives 128 + the signal, of which Linux has 64
+        [ "$status" -le 128 ] || [ "$status" -gt 192 ] || signal=$((status - 128))
         llmhub_fail "$message${cause:+: $cause}" "$rank" "$node" "$status" \
-            "$([ "$status" -le 128 ] || printf '%s' $((status - 128)))" "$seconds" "$cause" "$log"
+            "$signal" "$seconds" "$cause" "$log"
         return
     fi
     # every rank was told to stop: the word to this script may be late on a big cluster
@@ -559,15 +579,28 @@ llmhub_check_progress() {
         LLMHUB_ALIVE_AT=$SECONDS
     fi
     if [ "$PLAN_STALL_TIMEOUT" -gt 0 ] && [ $((SECONDS - LLMHUB_ALIVE_AT)) -ge "$PLAN_STALL_TIMEOUT" ]; then
+        if [ "${requests:-0}" -eq 0 ]; then
+            # a connection need not hold a request: uvicorn keeps one that never sent any
+            llmhub_probe "$PLAN_STALL_TIMEOUT" || return 0
+            [ -z "$REPLY" ] || { LLMHUB_ALIVE_AT=$SECONDS && return 0; }
+            requests=1
+        fi
         llmhub_fail "no token for $((SECONDS - LLMHUB_ALIVE_AT))s with $((requests > connections ? requests : connections)) request(s) waiting: a rank hangs or the fabric is cut" '' '' '' '' "$SECONDS" "stalled"
         return 1
     fi
     if [ "$PLAN_IDLE_PROBE" -gt 0 ] && [ $((SECONDS - LLMHUB_MOVED_AT)) -ge "$PLAN_IDLE_PROBE" ]; then
+        llmhub_probe "$PLAN_IDLE_PROBE" || return 0
+        # once is a passing error
+        case $REPLY in 5??) llmhub_probe "$PLAN_IDLE_PROBE" || return 0 ;; esac
         LLMHUB_MOVED_AT=$SECONDS
-        case $(llmhub_ask_for_token "$PLAN_IDLE_PROBE") in
+        case $REPLY in
             [24]??) ;;
-            *)
+            '')
                 llmhub_fail "the idle server did not answer a request for one token within ${PLAN_IDLE_PROBE}s" '' '' '' '' "$SECONDS" "stalled"
+                return 1
+                ;;
+            *)
+                llmhub_fail "the idle server answers a request for one token with HTTP $REPLY" '' '' '' '' "$SECONDS"
                 return 1
                 ;;
         esac
