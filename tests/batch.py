@@ -38,6 +38,7 @@ class Cluster:
         support.make_weights(self.login.weights, support.MODELS)
         self.source, self.output = root / "prompts.jsonl", root / "results.jsonl"
         self.starts = True
+        self._lock = threading.Lock()
         self.next_job("42")
         self._seen = 0
         self._over = threading.Event()
@@ -52,7 +53,8 @@ class Cluster:
     # ---- Slurm's side
 
     def next_job(self, job_id: str) -> None:
-        """The id that sbatch gives next."""
+        """The id that sbatch gives next, to a job that is held."""
+        self.login.answer("sbatch.then", self._line(job_id, "PENDING", "JobHeldUser"))
         self.login.answer("sbatch.out", f"Submitted batch job {job_id}")
 
     def directory(self, job_id: str) -> Path:
@@ -61,6 +63,11 @@ class Cluster:
 
     def show(self, job_id: str, state: str, reason: str = "None", **other: str) -> None:
         """What scontrol says of the job from now on."""
+        with self._lock:
+            line = self._line(job_id, state, reason, **other)
+            self.login.answer("scontrol.out", line)
+
+    def _line(self, job_id: str, state: str, reason: str, **other: str) -> str:
         fields = {
             "JobId": job_id,
             "JobName": f"{MODEL}-vec-inf",
@@ -70,10 +77,7 @@ class Cluster:
             "StdOut": f"{self.directory(job_id)}/{MODEL}.{job_id}.out",
             **other,
         }
-        line = " ".join(f"{name}={value}" for name, value in fields.items())
-        new = self.login.stub_dir / "scontrol.new"
-        new.write_text(line + "\n")
-        new.rename(self.login.stub_dir / "scontrol.out")
+        return " ".join(f"{name}={value}" for name, value in fields.items())
 
     def start(self, job_id: str) -> None:
         """Let the job run and serve."""
@@ -105,14 +109,15 @@ class Cluster:
         """How often Slurm was called in this way."""
         return sum(call[: len(words)] == list(words) for call in self.login.calls())
 
+    def settle(self) -> None:
+        """Wait until all that Slurm was told is done."""
+        wait_for(lambda: self._seen == len(self.login.calls()))
+
     def _watch(self) -> None:
         while not self._over.wait(0.01):
             calls = self.login.calls()
             for call in calls[self._seen :]:
-                if call[0] == "sbatch":
-                    words = (self.login.stub_dir / "sbatch.out").read_text()
-                    self.show(words.split()[-1], "PENDING", "JobHeldUser")
-                elif call[:2] == ["scontrol", "release"] and self.starts:
+                if call[:2] == ["scontrol", "release"] and self.starts:
                     self.start(call[2])
                 elif call[0] == "scancel":
                     self.show(call[1], "CANCELLED")

@@ -446,10 +446,18 @@ REMOVALS = [
     row(
         "owned args",
         "plan.py",
-        '    if option in OWNED_ARGS or option.replace("--no-", "--", 1) in OWNED_ARGS:\n',
+        '    if base in OWNED_ARGS or base.replace("--no-", "--", 1) in OWNED_ARGS:\n',
         "    if False:\n",
         PLAN + "test_refusal_of_owned_args[--nnodes=2]",
         PLAN + "test_refusal_of_owned_args[-n 2]",
+    ),
+    row(
+        "dotted options",
+        "plan.py",
+        '    base = option.partition(".")[0]\n',
+        "    base = option\n",
+        PLAN + "test_refusal_of_owned_args[--nnodes.x=2]",
+        PLAN + "test_refusal_of_owned_args[--api-key.a=secret]",
     ),
     row(
         "secrets on the command line",
@@ -923,11 +931,47 @@ REMOVALS = [
         T4 + "test_stalled[run]",
     ),
     row(
+        "a cancel while the failure is told",
+        BATCH,
+        "    trap '' TERM INT HUP\n    # first: whoever reads",
+        "    # first: whoever reads",
+        T4 + "test_cancelled_when_the_failure_is_told",
+    ),
+    row(
         "an idle server does not stall",
         BATCH,
         " || [ $((requests + connections)) -eq 0 ]; }; then",
         "; }; then",
         T4 + "test_not_stalled[idle]",
+    ),
+    row(
+        "a silent connection",
+        BATCH,
+        '        if [ "${requests:-0}" -eq 0 ]; then\n',
+        "        if false; then\n",
+        T4 + "test_not_stalled[silent-connection]",
+        T4 + "test_not_stalled[no-metrics-any-more]",
+    ),
+    row(
+        "an answer that does not come",
+        BATCH,
+        '[ -z "$REPLY" ] || { LLMHUB_ALIVE_AT=$SECONDS && return 0; }',
+        "LLMHUB_ALIVE_AT=$SECONDS && return 0",
+        T4 + "test_stalled_before_the_engine_has_the_request[run]",
+    ),
+    row(
+        "a second request after an error",
+        BATCH,
+        '        case $REPLY in 5??) llmhub_probe "$PLAN_IDLE_PROBE" || return 0 ;; esac\n',
+        "",
+        T4 + "test_idle_probe_with_a_passing_error[run]",
+    ),
+    row(
+        "a rank that ends in the probe",
+        BATCH,
+        '    [ "$ended" -eq 0 ]\n}',
+        "    true\n}",
+        T4 + "test_a_rank_ends_in_the_idle_probe[run]",
     ),
     row(
         "the idle probe",
@@ -1008,8 +1052,8 @@ REMOVALS = [
     row(
         "short options by their whole name",
         PLAN_PY,
-        'option.partition(".")[0] not in SHORT_OPTIONS',
-        "False",
+        " and base not in SHORT_OPTIONS:",
+        " and False:",
         PLAN + "test_refusal_of_a_way_round",
     ),
     row(
@@ -1545,6 +1589,34 @@ REMOVALS = [
         "            if on_submitted:\n"
         "                on_submitted(self.slurm_job_id)\n",
         RUN_COMMAND + "test_the_job_is_on_record_before_it_is_released",
+    ),
+    row(
+        "the end of a job that could not be recorded",
+        LAUNCHER,
+        "                _cancel(response.slurm_job_id)\n",
+        "                pass\n",
+        PLAN + "test_a_job_that_could_not_be_recorded_is_cancelled",
+    ),
+    row(
+        "the node's whole name",
+        LAUNCHER,
+        'status.server_status == "FAILED" and status.job_state == "RUNNING"',
+        "False",
+        PLAN + "test_health_of_a_node_whose_name_has_v1",
+    ),
+    row(
+        "the names that a shell expands",
+        JOB_CLI,
+        r'r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))"',
+        r'r"\$(?:\{(\w+)\}|(\w+))"',
+        RUN_JOB + "test_keys",
+    ),
+    row(
+        "the job of a complete output",
+        RUN_CLI,
+        "this.job.finish_off(keep=keep or bool(job_id))",
+        "this.job.finish_off(keep=False)",
+        RUN_COMMAND + "test_a_complete_output_whose_job_was_left",
     ),
     row(
         "the job of a killed run",

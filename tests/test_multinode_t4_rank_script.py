@@ -1427,6 +1427,34 @@ def test_failure_file(run):
     assert "CUDA out of memory" in log.read_text()
 
 
+def cancel_when_the_failure_is_told(run):
+    """Let whoever watches for ``failure.json`` cancel the job at once."""
+    mv = run.node.path / "mv"
+    real = mv.resolve()
+    mv.unlink()
+    mv.write_text(f"""#!/bin/bash
+{real} "$@"
+case "$*" in
+    *failure.json) kill -TERM "$PPID" ;;
+esac
+""")
+    mv.chmod(0o755)
+
+
+@case(
+    JobCase(
+        engines={0: STAY, 1: CRASH + "exit 7"}, before=cancel_when_the_failure_is_told
+    )
+)
+def test_cancelled_when_the_failure_is_told(run):
+    """The account of a failure is whole even so."""
+    reason = run_status(run)
+    assert reason.startswith("LLMHUB-ERROR: rank 1 on nid002 exited with status 7 ")
+    assert "RuntimeError: Engine core initialization failed" in run.err
+    assert run.status == 1
+    assert run.notes["left"] == []
+
+
 @case(JobCase(engines={0: STAY, 1: "exit 0"}))
 def test_rank_ends_with_0_in_start_up(run):
     """The job does not wait for a rank that is gone."""
@@ -1474,6 +1502,9 @@ def with_connection(http, seconds=6.0):
 
     def during(run):
         run.wait_for(run.ready)
+        # the job has seen its server's metrics
+        run.wait_for(lambda: any(r["path"] == "/metrics" for r in run.node.requests()))
+        time.sleep(0.5)
         port = run.node.server_port
         run.node.say("ss", f"ESTAB 0 0 127.0.0.1:{port} 127.0.0.1:40000\n")
         run.node.say("http.json", json.dumps(http))
@@ -1504,30 +1535,36 @@ def test_stalled(run):
 
 
 @cases(
-    "why",
+    "asked",
     {
         "tokens-come": (
             serving({"running": 2, "moving": True}, 4.5, stall_timeout=2),
-            "",
+            False,
         ),
-        "idle": (serving({"running": 0}, 4.5, stall_timeout=2), ""),
-        "switched-off": (serving({"running": 2}, 4.5, stall_timeout=0), ""),
-        "silent-connection": (with_connection({"running": 0}), ""),
-        "no-metrics-any-more": (with_connection({}), ""),
+        "idle": (serving({"running": 0}, 4.5, stall_timeout=2), False),
+        "switched-off": (serving({"running": 2}, 4.5, stall_timeout=0), False),
+        "silent-connection": (with_connection({"running": 0}), True),
+        "no-metrics-any-more": (with_connection({}), True),
     },
 )
-def test_not_stalled(run, why):
-    """A server that works, or has nothing to do, is left alone."""
+def test_not_stalled(run, asked):
+    """A server that works, or has nothing to do, is left alone, or is asked once."""
     assert run.notes["went on"]
     assert run.errors() == []
+    # the first is the readiness request
+    assert (len(posts_of(run)) > 1) == asked
+
+
+def posts_of(run):
+    """Requests for a token that the server got."""
+    return [r for r in run.node.requests() if r["method"] == "POST"]
 
 
 @case(serving({"running": 0}, 4, idle_probe=1, stall_timeout=0))
 def test_idle_probe(run):
     """An idle server is asked for a token now and then."""
     assert run.notes["went on"]
-    posts = [r for r in run.node.requests() if r["method"] == "POST"]
-    assert len(posts) >= 2
+    assert len(posts_of(run)) >= 2
 
 
 def hang_when_ready(run):
@@ -1555,9 +1592,8 @@ def test_idle_probe_with_an_error(run):
     assert run.errors() == [
         "the idle server answers a request for one token with HTTP 500"
     ]
-    posts = [r for r in run.node.requests() if r["method"] == "POST"]
     # one before ready; an error is asked about once more
-    assert len(posts) >= 3
+    assert len(posts_of(run)) >= 3
 
 
 @case(answer_when_ready(completion=500, good_every=2))
@@ -1571,10 +1607,8 @@ def end_in_the_probe(run):
     """Let a rank end while the idle server has a request for a token."""
     run.wait_for(run.ready)
     run.node.say("http.json", '{"running": 0, "hang": true}')
-    asked = len(run.node.requests())
-    run.wait_for(
-        lambda: any(r["method"] == "POST" for r in run.node.requests()[asked:])
-    )
+    asked = len(posts_of(run))
+    run.wait_for(lambda: len(posts_of(run)) > asked)
     run.node.say("end.1", "")
     run.process.wait(15)
 

@@ -464,6 +464,8 @@ OWNED += ["--master-addr=a", "--master_addr=a", "--master-port=1", "--master_por
 OWNED += ["--headless", "--distributed-executor-backend=ray", "--host=h", "--port=1"]
 OWNED += ["--distributed_executor_backend=mp", "--headless=True"]
 OWNED += ["--api-key=secret", "--api_key=secret", "--api-key secret"]
+# vLLM's parser reads --option.key=value as a key of the option's JSON
+OWNED += ["--nnodes.x=2", "--api-key.a=secret", "--no-headless.x=1"]
 # vLLM's parser takes any unambiguous beginning of an option for the option
 OWNED += ["--node-ra=0", "--master-p=1", "--distributed-exec=ray", "--api-k=secret"]
 
@@ -794,6 +796,20 @@ def test_release_fails(login, launch):
     assert login.calls()[1:] == [["scontrol", "release", "42"], ["scancel", "42"]]
 
 
+def test_a_job_that_could_not_be_recorded_is_cancelled(login):
+    """Of one node too: it runs, and nobody would know of it."""
+
+    def full_disk(job_id):
+        raise OSError("no space left")
+
+    for name in ("one-node", "two-nodes"):
+        options = LaunchOptions(**login.request())
+        before = login.calls().count(["scancel", "42"])
+        with pytest.raises(OSError, match="no space"):
+            MultinodeClient().launch_model(name, options, on_submitted=full_disk)
+        assert login.calls().count(["scancel", "42"]) == before + 1
+
+
 def test_a_warning_of_scontrol_is_no_failure(login, launch):
     login.answer("scontrol.err", "scontrol: warning: the controller is slow")
     assert launch().slurm_job_id == "42"
@@ -893,6 +909,43 @@ def test_status(login, state, failure, ours):
     if ours:
         wanted["server_status"], wanted["failed_reason"] = ours
     assert asdict(MultinodeClient().get_status("42")) == wanted
+
+
+@pytest.mark.parametrize(
+    "health, wanted",
+    [(200, ("READY", None)), (503, ("FAILED", 503)), (None, ("FAILED", "refused"))],
+)
+def test_health_of_a_node_whose_name_has_v1(login, monkeypatch, health, wanted):
+    """vec-inf takes the v1 of gpuv100-001 for that of the address."""
+    import requests
+
+    asked = []
+
+    def get(url, timeout=None):
+        asked.append((url, timeout))
+        if "gpuv100-001" not in url:
+            raise requests.ConnectionError("no such host")
+        if health is None:
+            raise requests.ConnectionError("refused")
+        return SimpleNamespace(status_code=health)
+
+    monkeypatch.setattr(requests, "get", get)
+    job_dir = login.logs / "family/two-nodes.42"
+    job_dir.joinpath("attempt-0").mkdir(parents=True)
+    address = "http://gpuv100-001:8080/v1"
+    job = job_dir / "two-nodes.42"
+    job.with_suffix(".42.json").write_text(json.dumps({"server_address": address}))
+    job.with_suffix(".42.err").write_text("INFO:     Application startup complete.\n")
+    job.with_suffix(".42.out").touch()
+    login.answer(
+        "scontrol.out",
+        "JobId=42 JobName=two-nodes-vec-inf JobState=RUNNING Reason=None "
+        f"StdOut={job_dir}/two-nodes.42.out",
+    )
+    status = MultinodeClient().get_status("42")
+    assert (status.server_status, status.failed_reason) == wanted
+    assert (status.base_url == address) == (health == 200)
+    assert asked[-1] == ("http://gpuv100-001:8080/health", 10)
 
 
 @pytest.mark.parametrize(

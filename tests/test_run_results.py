@@ -64,6 +64,15 @@ def test_a_torn_last_line_is_cut_off(path, cut):
     assert lines.read_bytes() == whole
 
 
+def test_an_array_of_an_input_that_grew_is_told(tmp_path):
+    with output_at(tmp_path / "results.json") as output:
+        for custom_id in IDS:
+            output.write(result(custom_id))
+        with pytest.raises(OutputError, match="'new' has no result: the input has"):
+            output.finish([*IDS, "new"])
+        assert output.lines.exists() and not output.path.exists()
+
+
 def test_a_write_that_came_short_leaves_nothing(path, monkeypatch):
     real = os.write
     with output_at(path) as output:

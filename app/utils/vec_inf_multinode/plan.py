@@ -510,21 +510,23 @@ def _refuse_option(option: str, value: Any) -> None:
         raise PlanError(f"vllm_args name {option!r:.80} is not an option of vLLM.")
     if option in (TENSOR, PIPELINE, *OTHER_AXES):
         return
-    if not option.startswith("--") and option.partition(".")[0] not in SHORT_OPTIONS:
+    # vLLM's parser reads --option.key as a key of the option's JSON
+    base = option.partition(".")[0]
+    if not option.startswith("--") and base not in SHORT_OPTIONS:
         raise PlanError(f"{option} is no short option of vLLM; write the long name.")
-    if option in OWNED_ARGS or option.replace("--no-", "--", 1) in OWNED_ARGS:
+    if base in OWNED_ARGS or base.replace("--no-", "--", 1) in OWNED_ARGS:
         raise OwnedArgError(
             f"{option} is for the launcher to set, rank by rank; take it out of "
             "vllm_args."
         )
-    if option in SECRET_ARGS and value is not True:
+    if base in SECRET_ARGS and (value is not True or base != option):
         raise OwnedArgError(
             f"{option} on a command line is readable by every user of the node; give "
-            f"the key as {SECRET_ARGS[option]} in env."
+            f"the key as {SECRET_ARGS[base]} in env."
         )
     for full in sorted({*OWNED_ARGS, *SECRET_ARGS, TENSOR, PIPELINE, *OTHER_AXES}):
         # vLLM's parser completes the beginning of an option
-        if full.startswith(option) and option.startswith("--") and full != option:
+        if full.startswith(base) and base.startswith("--") and full != base:
             raise OwnedArgError(
                 f"{option} may stand for {full}; write options of vllm_args in full."
             )

@@ -165,6 +165,7 @@ MEMBERS: tuple[Member, ...] = (
     Member(_EXCEPTIONS, "SlurmJobError"),
     Member(_EXCEPTIONS, "ServerError"),
     Member(_MODELS, "ModelStatus.FAILED"),
+    Member(_MODELS, "ModelStatus.READY"),
     Member(
         _MODELS,
         "StatusResponse.__dataclass_fields__",

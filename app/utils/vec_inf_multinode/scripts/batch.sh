@@ -31,6 +31,8 @@ llmhub_fail() { # MESSAGE [RANK NODE STATUS SIGNAL SECONDS CAUSE LOG]
         llmhub_end_step
         return 0
     fi
+    # whoever sees the failure may cancel the job at once; its account is still whole
+    trap '' TERM INT HUP
     # first: whoever reads the line finds the record
     llmhub_write_failure "$@"
     llmhub_say "ERROR: $1"
