@@ -1438,6 +1438,27 @@ REMOVALS = [
         f"{DIAGNOSE}test_nccl_logs_of_the_attempt",
     ),
     row(
+        "directories that are closed",
+        JOBDIR,
+        "return os.path.isdir(path) and os.access(path, access, effective_ids=True)",
+        "return path.is_dir()",
+        f"{DIAGNOSE}test_what_another_user_closed",
+    ),
+    row(
+        "lines of any length",
+        FAILURES_PY,
+        "lines = [line[:LINE] for line in lines]",
+        "lines = list(lines)",
+        f"{FAILURES}test_a_line_of_megabytes_takes_no_time",
+    ),
+    row(
+        "a port that is tried again",
+        "failures.yaml",
+        "already in use($|[^.]|[.]$)|EADDRINUSE",
+        "already in use|EADDRINUSE",
+        f"{FAILURES}test_a_benign_line_matches_nothing",
+    ),
+    row(
         "a log that is no markup",
         "cli/diagnose.py",
         "    common.out.print(line, soft_wrap=True)",

@@ -583,6 +583,26 @@ def test_no_such_job(shell, login, words):
     assert words[0].strip("\0") in done.err and "Traceback" not in done.err
 
 
+@of_case("crash")
+def test_what_another_user_closed(left, shell, login):
+    """Neither found nor a traceback, whichever directory of the path is closed."""
+    root, user = left.path.parent.parent, os.geteuid()
+    if user == 0:  # who may read it all; pytest's own directories are root's alone
+        os.seteuid(65534)
+    try:
+        for closed in (left.path, left.path.parent, root):
+            if user:
+                os.chmod(closed, 0)
+            by_path, by_id = shell(left.path), shell(JOB_ID, "--log-dir", root)
+            assert {by_path.status, by_id.status} == {common.BAD_INPUT}
+            assert f"{left.path} is no directory that you can read." in by_path.err
+            assert f"Job {JOB_ID} has no directory here" in by_id.err
+            if user:
+                os.chmod(closed, 0o755)
+    finally:
+        os.seteuid(user)
+
+
 def test_the_logs_of_vec_inf_are_the_default(shell, monkeypatch, login):
     """As its configuration says."""
     job = ruin(login.home / "logs" / "family", {})

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 import sys
 
 import pytest
@@ -41,6 +42,8 @@ srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
 0: slurmstepd-nid001: error: *** STEP 10.0 ON nid001 CANCELLED AT 2026-12-01T02:56:59 ***
 slurmstepd-nid001: error: *** JOB 10 ON nid001 CANCELLED AT 2026-12-01T02:56:59 ***
 srun: error: nid001: task 0: Exited with exit code 143
+(EngineCore pid=287) WARNING 12-01 03:05:14 [network_utils.py:36] Port 29500 is already in use, trying port 29501
+[rank0]: DistNetworkError: address already in use. Retrying with a new port.
 /usr/lib/python3.12/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked shared_memory objects to clean up at shutdown
 """.splitlines()
 
@@ -216,3 +219,13 @@ def test_lines_are_judged_one_by_one():
     entry = Failure(id="x", pattern="a[^b]*c", verdict="v", advice="a")
     assert list(failures.matches([entry], ["a", "c"])) == []
     assert list(failures.matches([entry], ["a", "axc", "ac"])) == [(entry, "axc")]
+
+
+def test_a_line_of_megabytes_takes_no_time():
+    """Search goes with the square of a line's length where a pattern holds ``.*``."""
+    line = "cxip_" * 400_000
+    entries = [*OF_RANKS, Failure(id="x", pattern="c.*z", verdict="v", advice="a")]
+    began = time.process_time()
+    assert list(failures.matches(entries, [line, "x"])) == []
+    assert KNOWN.message(line) is None
+    assert time.process_time() - began < 5

@@ -206,20 +206,21 @@ def of_job(job_id: str, log_dir: Path) -> Diagnosis:
     Raises
     ------
     JobDirectoryError
-        If the job has no directory there.
+        If the job has no directory there that can be read.
     """
     if not re.fullmatch(r"[0-9]{1,18}", job_id):
         raise JobDirectoryError(f"{job_id!r} is no Slurm job id.")
     out = slurm_commands.show_job(job_id).get("StdOut", "")
     directory = Path(out).parent
-    if out and directory.is_dir():
+    if out and jobdir.readable(directory):
         return of_directory(directory)
     found = jobdir.find(log_dir, job_id)
     if found is None:
+        named = f"{directory} cannot be read" if out else "Slurm does not know the job"
         raise JobDirectoryError(
-            f"Job {job_id} has no directory: Slurm does not know the job, and "
-            f"{log_dir} holds no <family>/<model>.{job_id}. Name the log directory "
-            "of its launch, or the job's own directory."
+            f"Job {job_id} has no directory here: {named}, and {log_dir} holds no "
+            f"<family>/<model>.{job_id}. Name the log directory of its launch, or the "
+            "job's own directory."
         )
     return of_directory(found.path)
 
@@ -230,10 +231,10 @@ def of_directory(path: Path) -> Diagnosis:
     Raises
     ------
     JobDirectoryError
-        If there is no such directory.
+        If there is no such directory, or it cannot be read.
     """
-    if not path.is_dir():
-        raise JobDirectoryError(f"{path} is no directory.")
+    if not jobdir.readable(path):
+        raise JobDirectoryError(f"{path} is no directory that you can read.")
     job = JobDirectory(path.resolve())
     known = failures.load(MultinodeSettings.from_environ().failures)
     facts = SlurmFacts()

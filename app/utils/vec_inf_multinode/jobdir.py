@@ -210,9 +210,17 @@ def find(root: Path, job_id: str) -> Optional[JobDirectory]:
     job_id : str
         Slurm's id.
     """
-    found = [p for p in root.glob(f"*/*.{int(job_id)}") if p.is_dir()]
+    named = root.glob(f"*/*.{int(job_id)}") if readable(root) else ()
+    found = [path for path in named if readable(path)]
     # Slurm counts from the start again some day
     return JobDirectory(max(found, key=lambda p: p.stat().st_mtime)) if found else None
+
+
+def readable(path: Path) -> bool:
+    """Whether a directory is there and this user may look into it."""
+    access = os.R_OK | os.X_OK
+    # unlike Path's, os.path's says no where a parent is closed
+    return os.path.isdir(path) and os.access(path, access, effective_ids=True)
 
 
 def _refused(line: str) -> Optional[RankEnd]:

@@ -17,6 +17,7 @@ from ..diagnose import (
     of_job,
 )
 from ..errors import JobDirectoryError
+from ..jobdir import readable
 from ..launcher import default_log_dir
 from . import common
 from .main import cli
@@ -51,7 +52,7 @@ def diagnose(job: str, log_dir: Optional[Path], json_mode: bool) -> int:
       vec-inf-multinode diagnose ~/.vec-inf-logs/Llama-3.1/Llama-3.1-405B.4711
     """
     try:
-        if job.isdecimal() and not Path(job).is_dir():
+        if job.isdecimal() and not readable(Path(job)):
             found = of_job(job, log_dir.expanduser() if log_dir else default_log_dir())
         else:
             found = of_directory(Path(job).expanduser())
