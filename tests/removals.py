@@ -1449,7 +1449,7 @@ REMOVALS = [
         FAILURES_PY,
         "lines = [line[:LINE] for line in lines]",
         "lines = list(lines)",
-        f"{FAILURES}test_a_line_of_megabytes_takes_no_time",
+        f"{FAILURES}test_a_long_line_takes_no_time",
     ),
     row(
         "a port that is tried again",

@@ -45,7 +45,7 @@ def take_out(tree, removal):
     if path.suffix == ".sh":
         check = ["bash", "-n", str(path)]
         subprocess.run(check, check=True, timeout=10)
-    else:
+    elif path.suffix == ".py":
         compile(path.read_text(), str(path), "exec")
 
 
