@@ -462,7 +462,7 @@ REMOVALS = [
     row(
         "secrets on the command line",
         "plan.py",
-        "    if option in SECRET_ARGS and value is not True:\n",
+        "    if base in SECRET_ARGS and (value is not True or base != option):\n",
         "    if False:\n",
         PLAN + "test_refusal_of_owned_args[--api-key=secret]",
     ),
