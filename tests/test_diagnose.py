@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -583,24 +584,29 @@ def test_no_such_job(shell, login, words):
     assert words[0].strip("\0") in done.err and "Traceback" not in done.err
 
 
-@of_case("crash")
-def test_what_another_user_closed(left, shell, login):
-    """Neither found nor a traceback, whichever directory of the path is closed."""
-    root, user = left.path.parent.parent, os.geteuid()
-    if user == 0:  # who may read it all; pytest's own directories are root's alone
-        os.seteuid(65534)
-    try:
-        for closed in (left.path, left.path.parent, root):
-            if user:
-                os.chmod(closed, 0)
-            by_path, by_id = shell(left.path), shell(JOB_ID, "--log-dir", root)
-            assert {by_path.status, by_id.status} == {common.BAD_INPUT}
-            assert f"{left.path} is no directory that you can read." in by_path.err
-            assert f"Job {JOB_ID} has no directory here" in by_id.err
-            if user:
-                os.chmod(closed, 0o755)
-    finally:
-        os.seteuid(user)
+@pytest.mark.parametrize("closed", ["job", "family", "above"])
+def test_what_another_user_closed(shell, monkeypatch, closed):
+    """Neither shown nor a traceback, whichever directory of the path is closed."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as top:  # pytest's own are one user's alone
+        root = Path(top) / "above" / "logs"
+        path = root / "family" / NAME
+        path.mkdir(parents=True)
+        out = {"StdOut": str(path / f"{NAME}.out")}
+        monkeypatch.setattr(slurm, "show_job", lambda job_id: out)
+        of = {"job": path, "family": path.parent, "above": root.parent}[closed]
+        os.chmod(top, 0o755)
+        os.chmod(of, 0)
+        try:
+            if user == 0:  # whom no mode keeps out
+                os.seteuid(65534)
+            by_path, by_id = shell(path), shell(JOB_ID, "--log-dir", root)
+        finally:
+            os.seteuid(user)
+            os.chmod(of, 0o755)
+    assert (by_path.status, by_id.status) == (common.BAD_INPUT, common.BAD_INPUT)
+    assert f"{path} is no directory that you can read." in by_path.err
+    assert f"Job {JOB_ID} has no directory here: {path} cannot be read" in by_id.err
 
 
 def test_the_logs_of_vec_inf_are_the_default(shell, monkeypatch, login):

@@ -16,8 +16,8 @@ LISTS = {"failures": KNOWN.failures, "messages": KNOWN.messages}
 ENTRIES = [entry for entries in LISTS.values() for entry in entries]
 OF_RANKS = list(KNOWN.of("rank", fatal=True))
 
-# Lines of jobs that were well: from vLLM 0.32's log on the lab, and from logs of
-# Slingshot and InfiniBand clusters.
+# Lines of jobs that were well: from vLLM 0.32's log on the lab or its source, and from
+# logs of Slingshot and InfiniBand clusters.
 BENIGN = """\
 (APIServer pid=817) WARNING 12-01 03:05:14 [system_utils.py:255] Found ulimit of 20000 and failed to automatically increase with error current limit exceeds maximum limit. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n
 (APIServer pid=817) INFO 12-01 03:05:14 [api_utils.py:273] non-default args: {'model_tag': '/models/m', 'port': 18999, 'trust_remote_code': True, 'max_model_len': 256}
@@ -42,8 +42,8 @@ srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
 0: slurmstepd-nid001: error: *** STEP 10.0 ON nid001 CANCELLED AT 2026-12-01T02:56:59 ***
 slurmstepd-nid001: error: *** JOB 10 ON nid001 CANCELLED AT 2026-12-01T02:56:59 ***
 srun: error: nid001: task 0: Exited with exit code 143
-(EngineCore pid=287) WARNING 12-01 03:05:14 [network_utils.py:36] Port 29500 is already in use, trying port 29501
-[rank0]: DistNetworkError: address already in use. Retrying with a new port.
+(EngineCore pid=287) INFO 12-01 03:05:14 [network_utils.py:248] Port 29500 is already in use, trying port 29501
+(APIServer pid=817) WARNING 12-01 03:05:14 [parallel.py:746] Address already in use. Retrying with a new port.
 /usr/lib/python3.12/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked shared_memory objects to clean up at shutdown
 """.splitlines()
 
@@ -227,5 +227,4 @@ def test_a_long_line_takes_no_time():
     entries = [*OF_RANKS, Failure(id="x", pattern="c.*z", verdict="v", advice="a")]
     began = time.process_time()
     assert list(failures.matches(entries, [line, "x"])) == []
-    assert KNOWN.message(line) is None
     assert time.process_time() - began < 1

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 # What grep -E and Python read differently: \d, (?:, lazy and possessive repeats,
 # [[:alpha:]], a counted repeat (Python takes a lone brace, grep does not)
 _NOT_PORTABLE = re.compile(r"\\[A-Za-z0-9]|\(\?|[*+?][*+?]|\[\[[:.=]|\[[^]]*\\|[{}]")
-# Of a line, this much is looked at: a search with .* in the pattern takes time with the
-# square of the length, and a log may hold a line of megabytes.
-LINE = 4096
+# Characters of a log line that are looked at: a search for a pattern with .* takes time
+# with the square of the length, and a log may hold a line of megabytes.
+LINE_LIMIT = 4096
 _VALUE = re.compile(r"<[a-z ]+>")
 
 
@@ -118,7 +118,7 @@ class Known(BaseModel):
 
     def message(self, line: str) -> Optional[Failure]:
         """What is known of a line of the job's own, ``LLMHUB-`` included."""
-        return next((m for m in self.messages if m.found_in(line[:LINE])), None)
+        return next((m for m in self.messages if m.found_in(line)), None)
 
 
 def message_entry(message: str, **fields: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def matches(
     failures: Iterable[Failure], lines: list[str]
 ) -> Iterator[tuple[Failure, str]]:
     """Each failure that shows in some lines, in order, with the first such line."""
-    lines = [line[:LINE] for line in lines]
+    lines = [line[:LINE_LIMIT] for line in lines]
     text = "\n".join(lines)
     for failure in failures:
         # a look at the whole is quicker, but may see what spans two lines

@@ -219,7 +219,7 @@ def find(root: Path, job_id: str) -> Optional[JobDirectory]:
 def readable(path: Path) -> bool:
     """Whether a directory is there and this user may look into it."""
     access = os.R_OK | os.X_OK
-    # unlike Path's, os.path's says no where a parent is closed
+    # unlike Path's, os.path's isdir says no where a parent is closed
     return os.path.isdir(path) and os.access(path, access, effective_ids=True)
 
 
